@@ -40,13 +40,12 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     mesh_axes_of_leaf = blocks.mesh_axes_of_unit_leaves(norms, names)
     spec_of_norm = {spec.norm_index: spec for spec in norms.specs}
     unit_leaves_of_shape: dict[tuple[Any, ...], list[str]] = {}
-    layer_names_of_norm = {}
+    layer_names_of_norm: dict[str, LayerNames] = {}
     for index, (name, zeros) in enumerate(zeros_of_name.items()):
         # A label may have no leaf.
         spec = spec_of_norm.get(index, LeafSpec(index))
         if name in mesh_axes_of_leaf:
-            names_by_axis = spec.mesh_axes_of_kept
-            shape = mesh.global_shape(zeros.shape, names_by_axis)
+            shape = mesh.global_shape(zeros.shape, spec.mesh_axes_of_kept)
             unit_leaves_of_shape.setdefault(shape, []).append(name)
         else:
             layer_names_of_norm[name] = _layer_names(zeros.shape, spec.axes)
@@ -54,8 +53,8 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     # shape over all devices counts. So a state made inside shard_map has the order of
     # one made outside, and its checkpoint may be restored into that.
     unit_leaves = dict.fromkeys(itertools.chain(*unit_leaves_of_shape.values()))
-    state_names = Names(layer_names_of_norm | unit_leaves, unit_leaves)
     entries = [zeros_of_name[name] for name in layer_names_of_norm]
+    state_names = Names(layer_names_of_norm | unit_leaves, unit_leaves)
     memories: list[PyTree] = [()]
     if entries:
         rules_of_leaves = [rule_of_name[name] for name in layer_names_of_norm]

@@ -144,7 +144,7 @@ def make_clipper(
         rules_treedef=treedef,
         with_params=any(rule.needs_params for rule in rule_list),
         inf_is_off=all(rule.inf_is_off for rule in rule_list),
-        has_schedule=any(map(is_function, numbers_and_schedules)),
+        has_schedule=any(is_function(number) for number in numbers_and_schedules),
     )
 
     def init(params: PyTree) -> ClipState:
@@ -301,14 +301,21 @@ _update_jitted = jax.jit(_update, static_argnums=0)
 class RuleInputs(NamedTuple):
     """The inputs that the rules of all blocks share."""
 
-    # `limit_and_memory_of`, jitted or not
-    limit_and_memory: Callable[..., tuple[Array, PyTree]]
+    limit_and_memory_of: Callable[..., tuple[Array, PyTree]]  # jitted or not
     step: Array
     rules: PyTree  # one rule, or a tree prefix of rules: fixed limits of parts
     rule_of_name: dict[str, Rule]  # of each norm
     weight_norm_of_name: dict[str, Array]  # empty where no rule needs them
     total: Array | None  # the norm of all norms
     given_limit_of_name: dict[str, Array] | None  # what `update` was given instead
+
+    def limit_and_memory(
+        self, rule: Rule, norm: Array, weight_norm: Array | None, memory: PyTree
+    ) -> tuple[Array, PyTree]:
+        """The limit of a norm, or of each of a vector, and the new memory."""
+        step = mesh_types.narrowed_as(self.step, norm)
+        extra_norms = extra_norms_of(rule, weight_norm, self.total)
+        return self.limit_and_memory_of(rule, norm, memory, step, *extra_norms)
 
 
 class Limits(NamedTuple):
@@ -344,11 +351,12 @@ def _rule_inputs(
     total = None
     if any(rule.needs_total for rule in rules_in_order):
         total = total_norm(norms)
-    limit_and_memory = limit_and_memory_of_jitted
     if settings.has_schedule:
-        limit_and_memory = limit_and_memory_of
+        function = limit_and_memory_of
+    else:
+        function = limit_and_memory_of_jitted
     return RuleInputs(
-        limit_and_memory=partial(limit_and_memory, argument=settings.limit_in_errors),
+        limit_and_memory_of=partial(function, argument=settings.limit_in_errors),
         step=state.step,
         rules=rules,
         rule_of_name=dict(zip(names, rules_in_order)),
@@ -362,7 +370,12 @@ def _limits_of_block(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits
     """The limits of a block: those that `update` was given, or those of the rules.
     `memory` is what the rule of the block remembers.
     """
-    limits = _limits_by_rules(inputs, block, memory)
+    if isinstance(inputs.rules, Rule):
+        limits = _limits_by_one_rule(inputs, inputs.rules, block, memory)
+    else:
+        # The rules of parts remember nothing.
+        limit_of_name = _limits_leaf_by_leaf(inputs, block)
+        limits = Limits(block.as_array(limit_of_name), limit_of_name, memory)
     if inputs.given_limit_of_name is None:
         return limits
     # A rule learns also in a step whose limit was given.
@@ -370,35 +383,38 @@ def _limits_of_block(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits
     return Limits(limit, inputs.given_limit_of_name, limits.memory)
 
 
-def _limits_by_rules(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits:
-    """The limits of a block, by one rule or by those of parts of the updates."""
-    if not isinstance(inputs.rules, Rule):
-        # The rules of parts remember nothing.
-        limit_of_name = _limits_leaf_by_leaf(inputs, block)
-        return Limits(block.as_array(limit_of_name), limit_of_name, memory)
-    rule = inputs.rules
+def _limits_by_one_rule(
+    inputs: RuleInputs, rule: Rule, block: Block, memory: PyTree
+) -> Limits:
+    """The limits of a block, by the rule of all norms."""
     if block.is_vector:
         rule = blocks.rule_of_vector(rule, [*block.norm_of_name.values()])
     weight_norm = None
     if rule.needs_params:
         weight_norm = block.as_array(inputs.weight_norm_of_name)
     memory = _memory_typed_as(block.norm, memory)
-    limit, memory = _ask_rule(inputs, rule, block.norm, weight_norm, memory)
-    if _is_faster_leaf_by_leaf(rule, block, memory):
-        return Limits(limit, _limits_leaf_by_leaf(inputs, block), memory)
-    return Limits(limit, block.by_name(limit), memory)
-
-
-def _is_faster_leaf_by_leaf(rule: Rule, block: Block, memory: PyTree) -> bool:
-    """Whether the limit of each leaf is computed a second time, for `factor_roots`.
-
-    On a TPU that function computes the root of each leaf again, from the leaf's own
-    norm and limit. Taken from the vector, a limit that follows the weights would wait
-    for the weight norms of all leaves. On other platforms nothing uses the second
-    limits, and XLA removes them.
-    """
+    limit, memory = inputs.limit_and_memory(rule, block.norm, weight_norm, memory)
     remembers = len(jax.tree.leaves(memory)) > 0
-    return rule.needs_params and block.is_vector and not remembers
+    if rule.needs_params and block.is_vector and not remembers:
+        # On a TPU `factor_roots` computes the root of each leaf again, from the leaf's
+        # own norm and limit. Taken from the vector, a limit that follows the weights
+        # would wait for the weight norms of all leaves. On other platforms nothing uses
+        # these second limits, and XLA removes them.
+        limit_of_name = _limits_leaf_by_leaf(inputs, block)
+    else:
+        limit_of_name = block.by_name(limit)
+    return Limits(limit, limit_of_name, memory)
+
+
+def _limits_leaf_by_leaf(inputs: RuleInputs, block: Block) -> dict[str, Array]:
+    """The limit of each norm of a block, by rules that remember nothing."""
+    limit_of_name = {}
+    for name, norm in block.norm_of_name.items():
+        rule = inputs.rule_of_name[name]
+        weight_norm = inputs.weight_norm_of_name.get(name)
+        limit, _ = inputs.limit_and_memory(rule, norm, weight_norm, ())
+        limit_of_name[name] = limit
+    return limit_of_name
 
 
 def _memory_typed_as(norm: Array, memory: PyTree) -> PyTree:
@@ -413,30 +429,6 @@ def _memory_typed_as(norm: Array, memory: PyTree) -> PyTree:
     # In shard_map a memory taken out of a vector has the type of the vector's most
     # varying norm.
     return mesh_types.narrowed_as(memory, norm)
-
-
-def _limits_leaf_by_leaf(inputs: RuleInputs, block: Block) -> dict[str, Array]:
-    """The limit of each norm of a block, by rules that remember nothing."""
-    limit_of_name = {}
-    for name, norm in block.norm_of_name.items():
-        rule = inputs.rule_of_name[name]
-        weight_norm = inputs.weight_norm_of_name.get(name)
-        limit, _ = _ask_rule(inputs, rule, norm, weight_norm, ())
-        limit_of_name[name] = limit
-    return limit_of_name
-
-
-def _ask_rule(
-    inputs: RuleInputs,
-    rule: Rule,
-    norm: Array,
-    weight_norm: Array | None,
-    memory: PyTree,
-) -> tuple[Array, PyTree]:
-    """The limit of a norm, or of each of a vector, and the new memory."""
-    step = mesh_types.narrowed_as(inputs.step, norm)
-    extra_norms = extra_norms_of(rule, weight_norm, inputs.total)
-    return inputs.limit_and_memory(rule, norm, memory, step, *extra_norms)
 
 
 def _numbers_for_norms(
@@ -569,19 +561,21 @@ def _raise_nonfinite(
 
 def _broken_leaves(updates: PyTree) -> str:
     """The leaves with values that are NaN or inf, and how many these are."""
-    parts = []
+    broken_leaves = []
     for path, leaf in jax.tree.leaves_with_path(updates):
         # int waits for each leaf, which only a step that failed has to do.
         with jax.enable_x64(True):
             count = int(jnp.sum(~jnp.isfinite(leaf), dtype=np.int64))
         if count:
             name = trees.path_name(path)
-            parts.append(f"{name!r}: {count} of {jnp.size(leaf)} values are NaN or inf")
+            broken_leaves.append(
+                f"{name!r}: {count} of {jnp.size(leaf)} values are NaN or inf"
+            )
     all_finite = (
         "All values are finite: the norm is too large for its dtype, or was not finite "
         "when it was given."
     )
-    return "; ".join(parts) or all_finite
+    return "; ".join(broken_leaves) or all_finite
 
 
 # --------------------------------------------------------------- for other modules

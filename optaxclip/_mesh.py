@@ -203,7 +203,7 @@ def _split(
         return NOT_SPLIT
     argument = f"{option}={shown(entry)}"
     names, names_by_axis = _names_of_split(array, entry, option)
-    _check_against_type(argument, leaf_name, array, names)
+    _check_names(argument, leaf_name, array, names)
     # Which axis is split does not matter where all are summed.
     if summed_axes is None or len(summed_axes) == jnp.ndim(array):
         return Split(mesh_axes_of_summed=names)
@@ -232,9 +232,7 @@ def _split(
     return Split(mesh_axes_of_summed, tuple(mesh_axes_of_kept))
 
 
-def _check_against_type(
-    argument: str, leaf_name: str, array: Array, names: AxisNames
-) -> None:
+def _check_names(argument: str, leaf_name: str, array: Array, names: AxisNames) -> None:
     """Raises ValueError if mesh axes are named twice, or if the leaf's type says that
     other ones split it.
     """

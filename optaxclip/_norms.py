@@ -277,17 +277,19 @@ def given_norms(norms: PyTree, tree: PyTree, argument: str = "norms") -> Norms:
     specs: list[LeafSpec] = []
     norm_count = 0
     for norm, part in zip(norms_and_holes, parts):
-        shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(part)]
-        for shape in shapes:
-            if norm is not None and not broadcasts_to(norm.shape, shape):
+        leaves = jax.tree.leaves(part)
+        if norm is None:
+            specs += [LeafSpec(norm_index=None)] * len(leaves)
+            continue
+        for leaf in leaves:
+            if not broadcasts_to(norm.shape, jnp.shape(leaf)):
                 raise ValueError(
                     f"{argument} must be one number for each part of the updates, or "
-                    f"arrays that broadcast to their leaves, got a norm of shape "
-                    f"{norm.shape} for a leaf of shape {shape}."
+                    "arrays that broadcast to their leaves, got a norm of shape "
+                    f"{norm.shape} for a leaf of shape {jnp.shape(leaf)}."
                 )
-        spec = LeafSpec(norm_index=None if norm is None else norm_count)
-        specs += [spec] * len(shapes)
-        norm_count += norm is not None
+        specs += [LeafSpec(norm_index=norm_count)] * len(leaves)
+        norm_count += 1
     entries, treedef = jax.tree.flatten_with_path(norms)
     return Norms(
         values=[norm for _, norm in entries],

@@ -78,7 +78,7 @@ def next_state(
 ) -> ClipState:
     """The state after a step, from what became of each block and the new memories."""
     step = count_up(state.counts[STEP])
-    outcome = _in_state_order(state, outcomes, decide)
+    outcome = _outcome_of_state(state, outcomes, decide)
     rows = StateRows(
         step=step,
         clipped=count_up(state.clipped, outcome.clipped),
@@ -118,21 +118,21 @@ def _units_clipped_row(
     return jnp.where(is_present, units_clipped, state.units_clipped)
 
 
-def _in_state_order(
+def _outcome_of_state(
     state: ClipState, outcomes: list[tuple[Block, Outcome]], decide: Decide
 ) -> Outcome:
     """One outcome with an entry for each norm of the state. A leaf that is missing in
     the step keeps its norm, limit and factor, and was not clipped.
     """
-    parts = []
-    # The flat indices of each part in a row of the state.
+    new_outcomes = []
+    # Where the entries of the new outcomes are in a row of the state.
     positions = []
-    # Leaves whose units have one shape and are split over the same mesh axes: one
-    # reduction finds the furthest unit of each.
+    # Leaves whose units have one shape and are split over the same mesh axes are
+    # reduced together.
     leaves_of_type: dict[Any, list[tuple[Block, Outcome]]] = {}
     for block, outcome in outcomes:
         if block.leaf_of_units is None:
-            parts.append(outcome)
+            new_outcomes.append(outcome)
             positions.append(block.positions)
         else:
             units_type = jax.typeof(outcome.norm), block.mesh_axes_of_units
@@ -140,7 +140,7 @@ def _in_state_order(
     for (_, mesh_axes_of_units), leaves in leaves_of_type.items():
         norms = jnp.stack([outcome.norm for _, outcome in leaves])
         limits = jnp.stack([outcome.limit for _, outcome in leaves])
-        parts.append(furthest_units(norms, limits, mesh_axes_of_units, decide))
+        new_outcomes.append(furthest_units(norms, limits, mesh_axes_of_units, decide))
         positions += [block.positions for block, _ in leaves]
     zeros = jnp.zeros_like(state.norm)
     unchanged = Outcome(
@@ -151,10 +151,10 @@ def _in_state_order(
         is_sound=jnp.ones_like(zeros, bool),
         units_clipped=zeros,
     )
-    if not parts:
+    if not new_outcomes:
         return unchanged
     if state.names.is_global:
-        (outcome,) = parts
+        (outcome,) = new_outcomes
         # A tree of one array with units has one outcome for them, [1].
         return jax.tree.map(lambda row: row.reshape(state.norm.shape), outcome)
     all_positions = np.concatenate(positions)
@@ -163,7 +163,7 @@ def _in_state_order(
         entries = blocks.concatenated(arrays).astype(old.dtype)
         return blocks.put(old, all_positions, entries)
 
-    return jax.tree.map(merged_row, unchanged, *parts)
+    return jax.tree.map(merged_row, unchanged, *new_outcomes)
 
 
 # ------------------------------------------------------------------------------- units
@@ -251,22 +251,42 @@ def _furthest(numbers: UnitNumbers, axes: Sequence[int]) -> UnitNumbers:
     """The numbers of the unit with the largest severity along some axes, and how many
     units were clipped.
 
-    On one device this is one reduction of all numbers, which saves 27 of 858 kernels of
-    a step of a scanned decoder with AGC on an H100. On a TPU v5e it costs 0.8 % more
-    bytes. On a mesh it would take a collective for each number, so there each number
-    has a maximum of its own.
+    On one device a reduction of all numbers together finds them. It saves 27 of 858
+    kernels of a step of a scanned decoder with AGC on an H100, and costs 0.8 % more
+    bytes on a TPU v5e. XLA cannot split it over a mesh without a collective for each
+    number. So there each number has a maximum of its own.
     """
-    if not mesh_types.is_on_one_device(numbers.severity):
-        return _furthest_on_a_mesh(numbers, axes)
+    if mesh_types.is_on_one_device(numbers.severity):
+        return _furthest_by_one_reduction(numbers, axes)
+    return _furthest_by_maxima(numbers, axes)
+
+
+def _furthest_by_one_reduction(
+    numbers: UnitNumbers, axes: Sequence[int]
+) -> UnitNumbers:
+    """`_furthest` on one device, by comparing two units at a time."""
     # Every unit is further above its limit than this one.
     start = UnitNumbers(*[column.dtype.type(0) for column in numbers])
     start = start._replace(severity=start.severity - np.inf)
     return lax.reduce(numbers, start, _furthest_of_two, axes)
 
 
-def _furthest_on_a_mesh(numbers: UnitNumbers, axes: Sequence[int]) -> UnitNumbers:
-    """`_furthest` by a maximum for each number. If several units tie, norm, limit and
-    factor are each the largest among them, so they may come from different units.
+def _furthest_of_two(left: UnitNumbers, right: UnitNumbers) -> UnitNumbers:
+    """The numbers of the one of two units that is further above its limit, and the sum
+    of their counts.
+    """
+    # If both are equally far, the one with the longer norm counts, as on a mesh, and
+    # NaN counts as the longest.
+    is_left_longer = (left.norm >= right.norm) | (left.norm != left.norm)
+    is_equal = left.severity == right.severity
+    is_left = (left.severity > right.severity) | (is_equal & is_left_longer)
+    further = jax.tree.map(partial(lax.select, is_left), left, right)
+    return further._replace(clipped_count=left.clipped_count + right.clipped_count)
+
+
+def _furthest_by_maxima(numbers: UnitNumbers, axes: Sequence[int]) -> UnitNumbers:
+    """`_furthest` on a mesh, by a maximum for each number. If several units tie, norm,
+    limit and factor are each the largest among them, and may come from different units.
     """
     largest = jnp.max(numbers.severity, axes, keepdims=True)
     is_furthest = numbers.severity == largest
@@ -290,16 +310,3 @@ def _largest_or_nan(column: Array, is_candidate: Array, axes: Sequence[int]) -> 
     bits = lax.bitcast_convert_type(jnp.abs(column), integer)
     largest = jnp.max(jnp.where(is_candidate, bits, 0), axes)
     return lax.bitcast_convert_type(largest, column.dtype)
-
-
-def _furthest_of_two(left: UnitNumbers, right: UnitNumbers) -> UnitNumbers:
-    """The numbers of the one of two units that is further above its limit, and the sum
-    of their counts.
-    """
-    # If both are equally far, the one with the longer norm counts, as on a mesh, and
-    # NaN counts as the longest.
-    is_left_longer = (left.norm >= right.norm) | (left.norm != left.norm)
-    is_equal = left.severity == right.severity
-    is_left = (left.severity > right.severity) | (is_equal & is_left_longer)
-    further = jax.tree.map(partial(lax.select, is_left), left, right)
-    return further._replace(clipped_count=left.clipped_count + right.clipped_count)

@@ -105,6 +105,9 @@ def put_back(changed: PyTree, tree: PyTree) -> PyTree:
     return treedef.unflatten(leaves)
 
 
+# ----------------------------------------------------------------- boxes and holes
+
+
 def is_box(x: object) -> bool:
     """Whether it is an object that holds one array, by JAX's own protocol.
 

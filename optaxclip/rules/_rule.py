@@ -313,15 +313,15 @@ def _checked_memory(rule: Rule, norm: Array, memory: PyTree, argument: str) -> A
         of a window is not compared: under jit it is a traced number.
     """
     call = argument.partition(":")[0]
-    form = _abstract_memory(rule, norm)
+    memory_of_init = _abstract_memory(rule, norm)
     # The state of a rule without a memory fits every other rule without one.
-    if not jax.tree.leaves((form, memory)):
-        return form
-    if jax.tree.structure(form) != jax.tree.structure(memory):
+    if not jax.tree.leaves((memory_of_init, memory)):
+        return memory_of_init
+    if jax.tree.structure(memory_of_init) != jax.tree.structure(memory):
         raise ValueError(
             f"{call}: state was made with another rule. "
-            f"{call_name(type(rule))} remembers {_shown_memory(form)}, and the state "
-            f"has {_shown_memory(memory)}. {checks.BEGIN_ANEW}"
+            f"{call_name(type(rule))} remembers {_shown_memory(memory_of_init)}, and "
+            f"the state has {_shown_memory(memory)}. {checks.BEGIN_ANEW}"
         )
     # The structure is the same for any number of units.
     for leaf in jax.tree.leaves(memory):
