@@ -99,7 +99,8 @@ def static_mesh_axes(mesh_axes: MeshAxes | Prefix, call: str) -> MeshAxes | Pref
         if not _is_entry(entry):
             raise TypeError(f"{call}: mesh_axes must be {FORMS}, got {shown(entry)}.")
     # An empty list may be an empty tree.
-    if isinstance(mesh_axes, list) and {type(entry) for entry in mesh_axes} == {str}:
+    is_filled_list = isinstance(mesh_axes, list) and len(mesh_axes) > 0
+    if is_filled_list and all(isinstance(entry, str) for entry in mesh_axes):
         raise TypeError(
             f"{call}: mesh_axes must be a name or a tuple of names, got "
             f"{shown(mesh_axes)}: write mesh_axes={tuple(mesh_axes)!r}."
@@ -155,7 +156,7 @@ def global_shape(
 def splits(
     mesh_axes: MeshAxes | Prefix,
     tree: PyTree,
-    summed_axes_of_leaves: Sequence[Any],
+    summed_axes_of_leaves: Sequence[tuple[int, ...] | None],
     call: str,
 ) -> list[Split]:
     """How each leaf is split. `summed_axes_of_leaves`: the axes that the norm sums, for
@@ -168,11 +169,11 @@ def splits(
     # No mesh is set, as under plain jit: the common case, which looks at no leaf.
     if mesh_axes == "auto" and jax.sharding.get_abstract_mesh().empty:
         return [NOT_SPLIT] * len(summed_axes_of_leaves)
-    paths_and_arrays = jax.tree.leaves_with_path(tree)
+    leaves = jax.tree.leaves_with_path(tree)
     entries = mesh_axes_of_leaves(mesh_axes, tree, call)
     splits_of_leaves = []
-    leaves = zip(paths_and_arrays, entries, summed_axes_of_leaves)
-    for (path, array), entry, summed_axes in leaves:
+    for leaf, entry, summed_axes in zip(leaves, entries, summed_axes_of_leaves):
+        path, array = leaf
         split = _split(trees.path_name(path), array, entry, summed_axes, call)
         splits_of_leaves.append(split)
     return splits_of_leaves
@@ -345,10 +346,10 @@ def joined_over_devices(
     Those that share their mesh axes travel as one vector, in one collective.
     """
     totals = list(arrays)
-    # The indices of the arrays of each vector. A dict keeps its order, where the order
-    # of a set may differ between processes, which would then wait for different
+    # The indices of the arrays that form a vector. A dict keeps its order. The order of
+    # a set may differ between processes, which would then wait for different
     # collectives.
-    vectors: dict[Any, list[int]] = {}
+    indices_of_vector: dict[Any, list[int]] = {}
     for index, (array, names) in enumerate(zip(arrays, names_of_arrays)):
         if names:
             array = varying_over(array, names)
@@ -357,8 +358,8 @@ def joined_over_devices(
             # reshaped, so it is a vector of its own.
             is_sharded = any(jax.typeof(array).sharding.spec)
             key = names, varying(array), index if is_sharded else None
-            vectors.setdefault(key, []).append(index)
-    for (names, _, _), indices in vectors.items():
+            indices_of_vector.setdefault(key, []).append(index)
+    for (names, _, _), indices in indices_of_vector.items():
         if len(indices) == 1:
             totals[indices[0]] = collective(totals[indices[0]], names)
             continue

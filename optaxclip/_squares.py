@@ -181,19 +181,16 @@ def _roots(ord: Ord, counts: list[Any], totals: list[Sums]) -> list[Array]:
     scalar_indices = [i for i, total in enumerate(totals) if not total.unscaled.ndim]
     scalars = [totals[i] for i in scalar_indices]
     # Inside shard_map sums may vary along different mesh axes, but a stack has one
-    # type. Without scalars `types` is empty.
-    types = {jax.typeof(total.unscaled) for total in scalars}
-    if len(types) != 1:
+    # type. Without scalars there is none.
+    scalar_types = {jax.typeof(total.unscaled) for total in scalars}
+    if len(scalar_types) != 1:
         return [_root(ord, count, total) for count, total in zip(counts, totals)]
     vectors = jax.tree.map(lambda *numbers: lax.stack(numbers), *scalars)
     vectors = materialized_on_gpu(vectors)
     counts_of_scalars = jnp.array([counts[i] for i in scalar_indices])
     roots = lax.unstack(_root(ord, counts_of_scalars, vectors))
-    root_by_index = dict(zip(scalar_indices, roots))
-    norms = []
+    norm_by_index = dict(zip(scalar_indices, roots))
     for index, total in enumerate(totals):
-        if index in root_by_index:
-            norms.append(root_by_index[index])
-        else:
-            norms.append(_root(ord, counts[index], total))
-    return norms
+        if index not in norm_by_index:
+            norm_by_index[index] = _root(ord, counts[index], total)
+    return [norm_by_index[index] for index in range(len(totals))]

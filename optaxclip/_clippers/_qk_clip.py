@@ -391,7 +391,7 @@ def _attention_of_array(path: Path, attention_paths: list[Path]) -> Path | None:
 # ------------------------------------------------------ which leaves have which heads
 
 
-def _attentions_of(roles: dict[str, Any], tree: PyTree) -> list[Attention]:
+def _attentions_of(roles: dict[str, Where], tree: PyTree) -> list[Attention]:
     """The attentions of a tree. `roles` has the arguments `queries`, `keys` and
     `rotary` of `qk_clip`, by name, without a `rotary` that is None.
 
@@ -405,14 +405,13 @@ def _attentions_of(roles: dict[str, Any], tree: PyTree) -> list[Attention]:
     for role, where in roles.items():
         leaves += _leaves_of_role(role, where, leaves_with_path)
     _check_disjoint(leaves)
-    by_path: dict[Path, list[AttentionLeaf]] = {}
+    leaves_by_path: dict[Path, list[AttentionLeaf]] = {}
     for leaf in leaves:
-        by_path.setdefault(_attention_path(leaf, leaves), []).append(leaf)
+        leaves_by_path.setdefault(_attention_path(leaf, leaves), []).append(leaf)
     attentions = []
-    for path, leaves_of_path in by_path.items():
-        roles_of_path = {leaf.role for leaf in leaves_of_path}
+    for path, leaves_of_path in leaves_by_path.items():
         first = leaves_of_path[0]
-        if not {"queries", "keys"} <= roles_of_path:
+        if not {"queries", "keys"} <= {leaf.role for leaf in leaves_of_path}:
             missing = "queries" if first.role == "keys" else "keys"
             raise ValueError(
                 f"{CALL}: {missing} finds no leaf beside the {first.role} "

@@ -364,14 +364,14 @@ def checked_update(
       TypeError: a limit that is not a number, or a memory whose shapes are not those of
         `memory`.
     """
-    answer = rule.update(norm, memory, step, *extra_norms)
+    result = rule.update(norm, memory, step, *extra_norms)
     call = call_name(type(rule))
     # A limit alone, of two norms, would be taken apart.
-    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
         raise TypeError(
-            f"{call}: update must return (limit, memory), got {checks.shown(answer)}."
+            f"{call}: update must return (limit, memory), got {checks.shown(result)}."
         )
-    limit, new_memory = answer
+    limit, new_memory = result
     checks.check_real(f"{argument}: what a schedule or a rule returns", limit)
     # JAX would not complain: a number for each norm broadcasts to a window for each
     # norm, and the memory of a rule without an `init` is lost. A rule without a memory
