@@ -26,7 +26,8 @@ Words of this and the modules around it:
     window     an array of a memory that is not a row, such as the last 100 norms
     sound      norm finite, limit not NaN, and the shrink returns a finite number of at
                least 0. Otherwise the norm is broken
-    clipped    sound, and changed by the shrink. Of units: one of them at least
+    clipped    sound, and changed by the shrink. A leaf with units is clipped if one of
+               them is
     furthest   of several norms the one with the largest norm / limit (`severity` in
                `_outcome.py`). A broken one comes first
 
@@ -87,12 +88,12 @@ class Settings(NamedTuple):
     limit_is_none: bool  # it only measures, unless `update` is given a limit
     rules_treedef: Any  # of the rules, whose numbers are not static
     with_params: bool  # whether a rule needs the norms of the weights
-    # Whether a limit of inf lets broken norms pass, see `Rule`. Of a tree of limits, if
-    # all of its rules do.
+    # Whether a limit of inf lets broken norms pass, see `Rule`. In a tree of limits all
+    # rules must do so.
     inf_is_off: bool
     # Whether a rule has a schedule. The cache of a jitted function keeps it alive, and
     # what it closes over. So inside the user's jit we jit no function that gets it.
-    # Outside `_update_jitted` is used all the same: without jit a step is too slow.
+    # Outside of it we use `_update_jitted`, since a step without jit is too slow.
     has_schedule: bool
 
 
@@ -457,7 +458,7 @@ def _numbers_for_norms(
         numbers = norms.gathered(jax.tree.leaves(tree))
     typed_numbers = []
     for number, norm in zip(numbers, norms.values, strict=True):
-        # In the dtype and sharding of what was measured, so that the state keeps its
+        # In the dtype and sharding of the measured norm, so that the state keeps its
         # types.
         number = jnp.asarray(number).astype(norm.dtype)
         typed_numbers.append(mesh_types.resharded_as(number, jax.typeof(norm)))

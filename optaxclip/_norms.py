@@ -61,7 +61,7 @@ class Norms(NamedTuple):
         return self.treedef.unflatten(self.local_values())
 
     def local_values(self) -> list[Any]:
-        """The norms. Of a stacked leaf only those of layers that this device holds."""
+        """The norms. A stacked leaf has only the layers that this device holds."""
         values = list(self.values)
         for spec in self.specs:
             if spec.norm_index is not None:

@@ -129,7 +129,8 @@ def _norms_jvp(
     (array_tangents,) = tangents
     norms = norms_of(plan, arrays)
     dtype = norm_dtype(arrays)
-    # What the elements are divided by, and then their sum: N of a mean, otherwise 1.
+    # Elements are divided by the former, and their sum by the latter, which is N for a
+    # mean and 1 for other orders.
     element_divisors = norms
     counts = plan.element_counts(arrays, dtype)
     total_divisors = counts

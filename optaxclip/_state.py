@@ -74,7 +74,7 @@ class Names(NamedTuple):
 
     @property
     def number_row_names(self) -> tuple[str, ...]:
-        """The names of the first rows of `numbers`. Those of the rule have no name."""
+        """The names of the first rows of `numbers`. Rows of a memory have none."""
         return NUMBER_ROW_NAMES if self.unit_leaves else NUMBER_ROW_NAMES[:-1]
 
     # JAX compares names where it compares the structures of two states. This is not
@@ -164,8 +164,8 @@ class ClipState(_ClipStateFields):
 
     Its numbers are the rows of two arrays, which properties show by name. A row has an
     entry for each norm: shape [N], or [] for one norm of everything. Each layer of a
-    stacked leaf is a norm. Of the units of a leaf the state keeps a summary: norm,
-    limit and factor are those of the unit that is furthest above its limit.
+    stacked leaf is a norm. For the units of a leaf the state keeps a summary: norm,
+    limit and factor of the unit that is furthest above its limit.
     `metrics(state)` and `state.by_name()` give the entries by name.
 
     Attributes:
@@ -295,8 +295,8 @@ class RecordState(ClipState):
 def state_of_rows(
     names: Names, rows: StateRows, memory: tuple[PyTree, ...], dtype: DTypeLike
 ) -> ClipState:
-    """The state with these rows, its numbers cast to a dtype. `memory` is that of the
-    state: of whole leaves, and then of the units of each leaf.
+    """The state with these rows, its numbers cast to a dtype. `memory` is a tuple: the
+    memory of all whole leaves, and then the memory of the units of each leaf.
     """
     counts = [getattr(rows, name) for name in COUNT_ROW_NAMES]
     numbers = [getattr(rows, name) for name in names.number_row_names]

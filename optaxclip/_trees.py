@@ -37,7 +37,7 @@ def leaves_to_clip(tree: PyTree, call: str) -> PyTree:
 
 
 def _leaf_to_clip(leaf: Any) -> Any:
-    """The leaf, or what a box holds. None for a leaf that does not count."""
+    """The leaf, or the content of a box. None for a leaf that does not count."""
     if is_box(leaf):
         content = unbox(leaf)
         # `put_back` pairs the leaves of two trees by their order. An empty box counts

@@ -506,7 +506,7 @@ def _leaves_of_role(
                 position, path, role, axis_or_heads, jnp.shape(array)
             )
             leaves.append(leaf)
-    # A typo in a pattern would otherwise leave weights unclipped without a word.
+    # Otherwise a typo in a pattern would silently leave weights unclipped.
     if idle_patterns or not leaves:
         argument = repr(idle_patterns[0]) if leaves else shown(where)
         raise ValueError(
@@ -572,7 +572,7 @@ def _without_list(field: Any) -> Any:
 
 def _selected_count(ends: Range, count: int) -> int:
     """How many of `count` heads or entries a range selects. 0 if it is not a range, or
-    if it ends beyond `count`, where a slice would select fewer without a word.
+    if it ends beyond `count`, where a slice would silently select fewer.
     """
     if not isinstance(ends, tuple) or len(ends) != 2:
         return 0

@@ -97,7 +97,7 @@ def clip_by_spectral_norm(
         "newton_schulz"            4e-6     2e-4     2e-3     0.2
 
     The spectral norm of the result was at most limit * (1 + 3e-6) for all of these.
-    Errors grow as eps * s_max, like those of every decomposition in float32. The error
+    Errors grow as eps * s_max, as in every decomposition in float32. The error
     of "svd" is LAPACK's, 16 eps of the largest singular value.
 
     Leaves of one type and shape are clipped as one stack. So compile time grows with

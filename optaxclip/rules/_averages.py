@@ -204,7 +204,7 @@ class EmaRatio(Rule):
         seen, average, target_average = memory
         edge = ratio * average.estimate
         # Without target and target_decay both averages are equal, and so are both
-        # limits. The second average is kept all the same (two numbers for each norm),
+        # limits. The second average is kept even so (two numbers for each norm),
         # so that all memories have one structure.
         limit_of_spike = target * target_average.estimate
         limit = jnp.where(norm > edge, limit_of_spike, edge)

@@ -86,7 +86,7 @@ def number_field(default: Any = dataclasses.MISSING, **options: Any) -> Any:
 class _ClippedSchedule(NamedTuple):
     """Returns the number of a schedule at a step, clipped to a range.
 
-    A tuple is equal to its like, so rules with equal ranges share a program.
+    Tuples with equal fields are equal, so rules with equal ranges share a program.
     """
 
     argument: str
