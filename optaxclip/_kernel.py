@@ -302,7 +302,8 @@ _update_jitted = jax.jit(_update, static_argnums=0)
 class RuleInputs(NamedTuple):
     """The inputs that the rules of all blocks share."""
 
-    limit_and_memory_of: Callable[..., tuple[Array, PyTree]]  # jitted or not
+    # `limit_and_memory_of` of rules/_rule.py, jitted or not
+    limit_and_memory_of: Callable[..., tuple[Array, PyTree]]
     step: Array
     rules: PyTree  # one rule, or a tree prefix of rules: fixed limits of parts
     rule_of_name: dict[str, Rule]  # of each norm

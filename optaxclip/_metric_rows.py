@@ -27,7 +27,7 @@ from ._clippers._recorders import SpikeState
 from ._clippers._spam import SpamState
 from ._health import HealthState, health_numbers
 from ._outcome import are_sound, severity
-from ._state import ClipState, RecordState, Span, spans_of_names
+from ._state import ClipState, RecordState, Span, entries_at, spans_of_names
 from ._trees import PyTree
 from ._wrappers._skipping import SkipState
 
@@ -262,23 +262,18 @@ def _numbers_of_spans(spans: Spans, entries: ClipNumbers) -> ClipNumbers:
     severities = severity(entries.norm_before, entries.limit)
     numbers_of_spans = []
     for start, stop in spans:
-        part = _part_of(entries, slice(start, stop))
+        entries_of_span = entries_at(entries, slice(start, stop))
         furthest = jnp.argmax(severities[start:stop])
         numbers_of_spans.append(
-            _part_of(part, furthest)._replace(
-                clipped_share=jnp.mean(part.clipped_share),
-                clipped_share_recent=jnp.mean(part.clipped_share_recent),
-                clipped_count=jnp.max(part.clipped_count),
-                nonfinite_count=jnp.max(part.nonfinite_count),
-                units_clipped=jnp.mean(part.units_clipped),
+            entries_at(entries_of_span, furthest)._replace(
+                clipped_share=jnp.mean(entries_of_span.clipped_share),
+                clipped_share_recent=jnp.mean(entries_of_span.clipped_share_recent),
+                clipped_count=jnp.max(entries_of_span.clipped_count),
+                nonfinite_count=jnp.max(entries_of_span.nonfinite_count),
+                units_clipped=jnp.mean(entries_of_span.units_clipped),
             )
         )
     return jax.tree.map(lambda *scalars: jnp.stack(scalars), *numbers_of_spans)
-
-
-def _part_of(numbers: ClipNumbers, index: Any) -> ClipNumbers:
-    """The numbers at an index, or a slice, of each vector."""
-    return jax.tree.map(lambda vector: vector[index], numbers)
 
 
 # Jitted, since without jit each operation would be a call to the device. Spans are
@@ -294,7 +289,7 @@ def _numbers_of_all(spans: Spans, state: ClipState) -> ClipNumbers:
     """The numbers of all entries together: scalars."""
     entries = _numbers_of_entries(state)
     span_of_all = Span(0, len(entries.norm_before))
-    numbers = _part_of(_numbers_of_spans((span_of_all,), entries), 0)
+    numbers = entries_at(_numbers_of_spans((span_of_all,), entries), 0)
     # The index of the span of each entry: spans of 2 and 1 entries are [0, 0, 1].
     span_of_entry = np.repeat(range(len(spans)), [span.size for span in spans])
     furthest = jnp.argmax(severity(entries.norm_before, entries.limit))
@@ -312,17 +307,17 @@ def _numbers_of_all(spans: Spans, state: ClipState) -> ClipNumbers:
 
 def _reported(numbers: ClipNumbers, state: ClipState) -> dict[str, Array]:
     """The numbers that are reported for this state, by the names of their metrics."""
-    numbers_of_metrics = numbers._asdict()
+    number_of_metric = numbers._asdict()
     if isinstance(state, RecordState):
-        numbers_of_metrics = {
+        number_of_metric = {
             "norm": numbers.norm_before,
             "nonfinite_count": numbers.nonfinite_count,
             "worst_index": numbers.worst_index,
         }
     elif not state.names.unit_leaves:
-        del numbers_of_metrics["units_clipped"]
+        del number_of_metric["units_clipped"]
     return {
         metric: number
-        for metric, number in numbers_of_metrics.items()
+        for metric, number in number_of_metric.items()
         if number is not None
     }

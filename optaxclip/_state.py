@@ -279,8 +279,8 @@ class ClipState(_ClipStateFields):
             if name in memory_of_units:
                 memory = memory_of_units[name]
             else:
-                memory = _entries_at(memory_of_leaves, position)
-            entries[name] = NormEntry(**_entries_at(rows, position), memory=memory)
+                memory = entries_at(memory_of_leaves, position)
+            entries[name] = NormEntry(**entries_at(rows, position), memory=memory)
         return entries
 
 
@@ -418,7 +418,7 @@ def names_on_this_device(state: ClipState) -> Names:
     return names._replace(layer_names_of_norm=names_here)
 
 
-def _entries_at(rows: PyTree, position: Any) -> Any:
+def entries_at(rows: PyTree, position: Any) -> Any:
     """The tree of rows, with the entries at a position in the place of each row."""
     return jax.tree.map(lambda row: row[position], rows)
 
