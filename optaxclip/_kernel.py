@@ -41,7 +41,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import Array
 from jax.core import Tracer
@@ -57,6 +56,7 @@ from ._exported import is_placeholder
 from ._factors import factor_between, factor_roots, multiply, shrunk_by
 from ._first_state import first_state
 from ._functions import is_function
+from ._nonfinite import raise_nonfinite
 from ._norms import GlobalNorm, Measure, Norms, UnitwiseNorm, measured, total_norm
 from ._numbers import number_for_jit
 from ._other_names import OTHER_NAMES_IN_UPDATE
@@ -203,7 +203,7 @@ def make_clipper(
             clipped, new_state = _update_jitted(*arguments)
         # Outside the jitted update: a compiled program cannot raise.
         if nonfinite == "raise":
-            _raise_nonfinite(call, measure, state, new_state, tree)
+            raise_nonfinite(call, measure, state, new_state, tree)
         return trees.put_back(clipped, updates), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -518,66 +518,6 @@ def _roots(
     limits = [limit_of_name[name] for name in block.norm_of_name]
     roots = factor_roots(decision.root_of_factor, norms, limits, decide)
     return dict(zip(block.norm_of_name, roots))
-
-
-# ----------------------------------------------------------------- errors of a step
-
-
-def _raise_nonfinite(
-    call: str, measure: Any, old_state: ClipState, new_state: ClipState, updates: PyTree
-) -> None:
-    """Raises FloatingPointError for the first norm that is NaN or inf, and names the
-    leaves, or whose limit is NaN, or for which a shrink returns no norm.
-
-    Under jit it is a `checkify.check`.
-    """
-    # Counters are compared, not norms: a leaf that is missing keeps its old norm, which
-    # may be NaN.
-    is_broken = new_state.nonfinite != old_state.nonfinite
-    broken_norm = "the norm of the updates is not finite"
-    if hasattr(measure, "ord"):
-        # None means 2.
-        order = measure.ord or 2
-        broken_norm = f"the norm of order {order} of the updates is not finite"
-    # A traced value is not known, so only a check of the running program can fail.
-    if isinstance(is_broken, Tracer):
-        from jax.experimental import checkify
-
-        text = f"{call}: {broken_norm}, its limit is NaN, or shrink returns no norm"
-        checkify.check(~jnp.any(is_broken), text)
-        return
-    if not jnp.any(is_broken):
-        return
-    index = jnp.argmax(is_broken)
-    norm = jnp.ravel(new_state.norm)[index]
-    if jnp.isfinite(norm):
-        limit = jnp.ravel(new_state.limit)[index]
-        if jnp.isnan(limit):
-            raise FloatingPointError(f"{call}: the limit of the norm {norm} is NaN.")
-        raise FloatingPointError(
-            f"{call}: shrink must return a finite number of at least 0, and does not "
-            f"for the norm {norm} and the limit {limit}."
-        )
-    raise FloatingPointError(f"{call}: {broken_norm}. {_broken_leaves(updates)}")
-
-
-def _broken_leaves(updates: PyTree) -> str:
-    """The leaves with values that are NaN or inf, and how many these are."""
-    broken_leaves = []
-    for path, leaf in jax.tree.leaves_with_path(updates):
-        # int waits for each leaf, which only a step that failed has to do.
-        with jax.enable_x64(True):
-            count = int(jnp.sum(~jnp.isfinite(leaf), dtype=np.int64))
-        if count:
-            name = trees.path_name(path)
-            broken_leaves.append(
-                f"{name!r}: {count} of {jnp.size(leaf)} values are NaN or inf"
-            )
-    all_finite = (
-        "All values are finite: the norm is too large for its dtype, or was not finite "
-        "when it was given."
-    )
-    return "; ".join(broken_leaves) or all_finite
 
 
 # --------------------------------------------------------------- for other modules

@@ -101,6 +101,7 @@ class Names(NamedTuple):
             map(_may_be_share, other_layer_names, layer_names)
         )
 
+    # A tuple has a != of its own.
     def __ne__(self, other: object) -> bool:
         return not self == other
 
