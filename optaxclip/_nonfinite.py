@@ -14,8 +14,9 @@ from ._trees import PyTree, path_name
 def raise_nonfinite(
     call: str, measure: Any, old_state: ClipState, new_state: ClipState, updates: PyTree
 ) -> None:
-    """Raises FloatingPointError for the first broken norm. If the norm is NaN or inf the
-    error names the leaves. Otherwise its limit is NaN, or a shrink returned no norm.
+    """Raises FloatingPointError for the first broken norm. If the norm is NaN or inf,
+    the error names the leaves. Otherwise its limit is NaN, or a shrink returned no
+    norm.
 
     Under jit it is a `checkify.check`.
     """
