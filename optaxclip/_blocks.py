@@ -79,7 +79,7 @@ def blocks_of(
       ValueError: a norm that the state does not have, or with other layers or units.
     """
     norm_of_name = dict(zip(names, norms.values))
-    mesh_axes_of_leaf = mesh_axes_of_unit_leaves(norms, names)
+    mesh_axes_of_leaf = _mesh_axes_of_unit_leaves(norms, names)
     span_of_name = spans_of_names(state, call=call)
     _check_norms(state, span_of_name, norm_of_name, mesh_axes_of_leaf, call)
     blocks_of_units = []
@@ -115,7 +115,7 @@ def blocks_of(
     return blocks + blocks_of_units
 
 
-def mesh_axes_of_unit_leaves(
+def _mesh_axes_of_unit_leaves(
     norms: Norms, names: list[str]
 ) -> dict[str, tuple[str, ...]]:
     """The mesh axes that split the units of each leaf that has units. `names` are those

@@ -1,6 +1,7 @@
 """The state before the first step."""
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -37,14 +38,43 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
             check_shape(argument, shape, norm.shape)
         zeros = jnp.zeros(norm.shape, norm.dtype)
         zeros_of_name[name] = mesh_types.typed_as(zeros, norm)
-    mesh_axes_of_leaf = blocks.mesh_axes_of_unit_leaves(norms, names)
-    spec_of_norm = {spec.norm_index: spec for spec in norms.specs}
-    unit_leaves_of_shape: dict[tuple[Any, ...], list[str]] = {}
+    # Any leaf of a group will do. A label without a leaf has no spec.
+    spec_of_name = {
+        names[spec.norm_index]: spec
+        for spec in norms.specs
+        if spec.norm_index is not None
+    }
+    state_names = _names_of_state(zeros_of_name, spec_of_name)
+    leaves = [name for name in zeros_of_name if name not in state_names.unit_leaves]
+    entries = [zeros_of_name[name] for name in leaves]
+    memories: list[PyTree] = [()]
+    if entries:
+        rules_of_leaves = [rule_of_name[name] for name in leaves]
+        memories = [_first_memory_of_leaves(rules_of_leaves, entries, state_names)]
+    for name in state_names.unit_leaves:
+        zeros = zeros_of_name[name]
+        memories.append(_first_memory(rule_of_name[name], zeros))
+        # Units differ between the devices that these mesh axes split them over. The
+        # entry is a summary of all of them, so it does not vary over these axes.
+        mesh_axes_of_units = spec_of_name[name].mesh_axes_of_units
+        mesh_axes = mesh_types.varying(zeros).difference(mesh_axes_of_units)
+        entry = jnp.zeros((), zeros.dtype)
+        entries.append(mesh_types.varying_over(entry, mesh_axes))
+    # An empty tree has no norm, and its state one entry.
+    entries = entries or [jnp.zeros((), jnp.float32)]
+    row = entries[0] if state_names.is_global else blocks.concatenated(entries)
+    return state_of_rows(state_names, _first_rows(row), tuple(memories), row.dtype)
+
+
+def _names_of_state(
+    zeros_of_name: Mapping[str, Array], spec_of_name: Mapping[str, LeafSpec]
+) -> Names:
+    """The names of the norms and of their layers. Leaves with units stand last."""
     layer_names_of_norm: dict[str, LayerNames] = {}
-    for index, (name, zeros) in enumerate(zeros_of_name.items()):
-        # A label may have no leaf.
-        spec = spec_of_norm.get(index, LeafSpec(index))
-        if name in mesh_axes_of_leaf:
+    unit_leaves_of_shape: dict[tuple[Any, ...], list[str]] = {}
+    for name, zeros in zeros_of_name.items():
+        spec = spec_of_name.get(name, LeafSpec(norm_index=None))
+        if spec.has_units:
             shape = mesh.global_shape(zeros.shape, spec.mesh_axes_of_kept)
             unit_leaves_of_shape.setdefault(shape, []).append(name)
         else:
@@ -53,24 +83,7 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     # shape over all devices counts. So a state made inside shard_map has the order of
     # one made outside, and its checkpoint may be restored into that.
     unit_leaves = dict.fromkeys(itertools.chain(*unit_leaves_of_shape.values()))
-    entries = [zeros_of_name[name] for name in layer_names_of_norm]
-    state_names = Names(layer_names_of_norm | unit_leaves, unit_leaves)
-    memories: list[PyTree] = [()]
-    if entries:
-        rules_of_leaves = [rule_of_name[name] for name in layer_names_of_norm]
-        memories = [_first_memory_of_leaves(rules_of_leaves, entries, state_names)]
-    for name in unit_leaves:
-        zeros = zeros_of_name[name]
-        memories.append(_first_memory(rule_of_name[name], zeros))
-        # Units differ between the devices that these mesh axes split them over. The
-        # entry is a summary of all of them, so it does not vary over these axes.
-        mesh_axes = mesh_types.varying(zeros) - {*mesh_axes_of_leaf[name]}
-        entry = jnp.zeros((), zeros.dtype)
-        entries.append(mesh_types.varying_over(entry, mesh_axes))
-    # An empty tree has no norm, and its state one entry.
-    entries = entries or [jnp.zeros((), jnp.float32)]
-    row = entries[0] if state_names.is_global else blocks.concatenated(entries)
-    return state_of_rows(state_names, _first_rows(row), tuple(memories), row.dtype)
+    return Names(layer_names_of_norm | unit_leaves, unit_leaves)
 
 
 def _first_rows(zeros: Array) -> StateRows:
