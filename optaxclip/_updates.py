@@ -1,6 +1,4 @@
-"""The arguments of `update`: gradients, weights, and trees in the state that belong to
-them.
-"""
+"""Checks of the arguments of `update`: gradients, weights, and trees in the state."""
 
 from typing import Any
 
