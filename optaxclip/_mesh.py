@@ -99,8 +99,7 @@ def static_mesh_axes(mesh_axes: MeshAxes | Prefix, call: str) -> MeshAxes | Pref
         if not _is_entry(entry):
             raise TypeError(f"{call}: mesh_axes must be {FORMS}, got {shown(entry)}.")
     # An empty list may be an empty tree.
-    is_filled_list = isinstance(mesh_axes, list) and len(mesh_axes) > 0
-    if is_filled_list and all(isinstance(entry, str) for entry in mesh_axes):
+    if isinstance(mesh_axes, list) and {type(entry) for entry in mesh_axes} == {str}:
         raise TypeError(
             f"{call}: mesh_axes must be a name or a tuple of names, got "
             f"{shown(mesh_axes)}: write mesh_axes={tuple(mesh_axes)!r}."
