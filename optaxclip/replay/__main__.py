@@ -34,9 +34,10 @@ from ._run import MAX_GUARD_RATE, MIN_NORMS
 BREAKS = ("divergence", "steady growth", "vanishing")
 # A bad batch broke the run if it is at most so many rows from the break.
 ROWS_OF_BATCH = 20
-# A loss falls if at least this share of the last fifth of the log is below the median
-# of the first fifth. By chance alone it is half.
+# A loss falls if at least this share of the last fifth of the log is below the first
+# level. If nothing is learnt it is half.
 LEAST_SHARE_BELOW = 0.7
+FIRST_LOSSES = 5
 ESTIMATES = (
     "These are estimates from the recorded norms. Clipping changes a run, so",
     "its norms will differ, and nothing here says how its loss would change.",
@@ -234,15 +235,15 @@ def _about_loss(log: Log) -> list[str]:
     if len(losses) < MIN_NORMS or losses.min() < 0:
         return []
     first_losses, *_, last_losses = np.array_split(losses, 5)
-    early = np.median(first_losses)
+    # A loss may fall within a few rows, and then stay.
+    early = max(np.median(losses[:FIRST_LOSSES]), np.median(first_losses))
     if np.mean(last_losses < early) >= LEAST_SHARE_BELOW:
         return []
     late = np.median(last_losses)
     return [
-        f"{loss.name!r} hardly falls: its median is {early:.3g} in the first fifth of "
-        f"the log and {late:.3g} in the last. RL, a GAN and a run that is done look so "
-        "too. Else the run did not learn: find the cause first, and choose a limit "
-        "from a run that learns.",
+        f"{loss.name!r} hardly falls: it begins near {early:.3g} and ends near "
+        f"{late:.3g}. RL, a GAN and a run that is done look so too. Else the run did "
+        "not learn: find the cause first, and choose a limit from a run that learns.",
         "",
     ]
 
