@@ -36,7 +36,7 @@ BREAKS = ("divergence", "steady growth", "vanishing")
 ROWS_OF_BATCH = 20
 # A loss falls if at least this share of the last fifth of the log is below the first
 # level. If nothing is learnt it is half.
-LEAST_SHARE_BELOW = 0.7
+LEAST_SHARE_BELOW = 0.65
 FIRST_LOSSES = 5
 ESTIMATES = (
     "These are estimates from the recorded norms. Clipping changes a run, so",
