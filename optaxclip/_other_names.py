@@ -97,8 +97,12 @@ FUNCTIONS = {
     "clip_grads_with_norm": "dropin.torch_style.clip_grads_with_norm",
     "clip_gradient": "clip_cotangent",
     "clip_norm": "clip_by_global_norm",
+    # Keras clips each tensor by clipnorm, and all together by global_clipnorm.
+    "clipnorm": "clip_by_tensor_norm",
     "clipper": "clip_by_global_norm",
+    "clipvalue": "clip_by_value",
     "dp_sgd": "clipped_grad(loss, max_norm, mean=False) and add_noise",
+    "global_clipnorm": "clip_by_global_norm",
     "get_total_norm": "global_norm, or dropin.torch_style.get_total_norm",
     "ghost_clipping": 'clipped_grad(loss, max_norm, method="ghost")',
     "gradscaler": "skip_nonfinite(optax.chain(unscale, clip, optimizer)), as in "

@@ -96,7 +96,8 @@ def clip_grads(
     `clip_by_global_norm` into the chain, whose norms `metrics` reads.
 
     Args:
-      grads: a pytree of arrays.
+      grads: a pytree of arrays, the gradients alone: of `(value, grads)`, which
+        `jax.value_and_grad` returns, it would clip the value too.
       max_norm: the limit: a number at least 0, a scalar array, or None to only measure.
         It may be traced.
       ord: the order of the norm: a number above 0, `math.inf`, "rms" or "average".

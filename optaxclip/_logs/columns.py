@@ -41,6 +41,8 @@ NO_STEPS = "There is no column of steps, so rows are counted, from 0."
 LARGEST_INTERVAL = 500
 # Of the rows, at least so many have an entry in a column of steps.
 LEAST_SHARE_OF_STEPS = 0.1
+# Names of the column that says which metric a row has, where each has its own row.
+NAMES_OF_METRIC = ("metric", "name", "key", "tag", "variable")
 # Names of columns of steps, the surest first.
 STEP_NAMES = (
     # Of optax.MultiSteps, where a row is written in every k-th step of the loop.
@@ -68,10 +70,11 @@ def log_from_rows(rows: Sequence[Row], notes: Notes) -> Log:
     """The columns of rows.
 
     Raises:
-      ValueError: there is no number in them.
+      ValueError: there is no number in them, or a row for each metric.
     """
     flat_rows = [flattened(row) for row in rows]
     step_name, begins_again = _name_of_steps(flat_rows)
+    _check_one_row_a_step(flat_rows, step_name)
     unit = "step"
     if step_name is None:
         unit = "row"
@@ -103,6 +106,24 @@ def log_from_rows(rows: Sequence[Row], notes: Notes) -> Log:
         ]
         raise ValueError(" ".join(sentences))
     return Log(columns, notes, unit)
+
+
+def _check_one_row_a_step(rows: Sequence[Row], step_name: str | None) -> None:
+    """Raises ValueError for a table such as `step,metric,value`, in which each loss and
+    each norm has a row of its own.
+    """
+    names = {name.lower(): name for row in rows[:1] for name in row}
+    metric_names = [names[name] for name in NAMES_OF_METRIC if name in names]
+    if step_name is None or not metric_names or "value" not in names:
+        return
+    metric_name, *_ = metric_names
+    metrics = {str(row.get(metric_name)).lower() for row in rows}
+    if any("loss" in metric or "norm" in metric for metric in metrics):
+        raise ValueError(
+            "it has a row for each metric. Make one row for each step first, in "
+            f"pandas: df.pivot_table(index={step_name!r}, columns={metric_name!r}, "
+            f"values={names['value']!r}).to_csv('wide.csv')"
+        )
 
 
 def _take_out_steps(

@@ -17,3 +17,13 @@ def printing() -> Iterator[None]:
     except BrokenPipeError:
         # Python flushes once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def text_of(error: Exception, call: str) -> str:
+    """What an error that ends a command prints. For a file that cannot be opened
+    Python's own text begins with a number, "[Errno 2]". This one begins with the
+    command, as others do.
+    """
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{call}: {error.filename}: {error.strerror}"
+    return str(error)

@@ -7,12 +7,16 @@ import numpy as np
 
 from .._logs.columns import Column, Log, column_called, quoted
 from .._logs.files import read_log
-from .._logs.norms import TENSOR_PATTERN, columns_named, norms_of
+from .._logs.norms import HEALTH_PATTERN, TENSOR_PATTERN, columns_named, norms_of
 
 # How to get a norm into a log, for errors.
 ADVICE = (
     "Log one in each step: metrics(state) with optaxclip.record_norm() in the "
     "optimizer, or optax.tree.norm(grads)"
+)
+ADVICE_BESIDE_HEALTH = (
+    "record_health logs the norms of single tensors: for the norm of all put "
+    "optaxclip.record_norm() before it in the optimizer"
 )
 # How to name a column, for errors of the command and of `read_history`.
 CHOICE = "--column NAME (in Python: column=NAME)"
@@ -83,8 +87,11 @@ def columns_of(log: Log, name: str | None, call: str) -> list[Column]:
     if name is None:
         columns = norms_of(log) or columns_named(TENSOR_PATTERN, log)
         if not columns:
+            advice = ADVICE
+            if columns_named(HEALTH_PATTERN, log):
+                advice = ADVICE_BESIDE_HEALTH
             sentences = [
-                f"{call}: this file has no gradient norm. {ADVICE}. It has the columns "
+                f"{call}: this file has no gradient norm. {advice}. It has the columns "
                 f"{names}. If one of them is a norm, name it with {CHOICE}.",
                 # Such as the pattern of a text.
                 *log.notes,

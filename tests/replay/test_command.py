@@ -173,6 +173,24 @@ def test_a_run_that_the_doctor_calls_broken_gets_no_limit(log, command):
     assert "broke" not in command(log)
 
 
+def test_a_loss_that_hardly_falls_is_said_beside_the_limit(log, command):
+    """As in a run that does not learn. A loss that is also negative is one of RL."""
+    noise = np.sin(np.arange(SIZE))
+    falls = np.linspace(0.5, 0.0, SIZE)
+    for losses, is_said in (
+        (3.0 + noise / 10, True),
+        (3.0 + noise / 10 + falls, False),
+        (noise, False),
+        # It falls within a few rows, and then stays.
+        (3.0 + noise / 10 + 5.0 * (np.arange(SIZE) < 5), False),
+        # What falls slowly may have little noise.
+        (3.0 + noise / 1000 + falls / 10, False),
+    ):
+        log.write_text(log_with_loss(NORMS, losses))
+        text = command(log)
+        assert "->" in text and ("'loss' hardly falls: it beg" in text) == is_said
+
+
 def test_a_limit_is_recommended_where_a_bad_batch_broke_the_loss(log, command):
     """A clip is what helps there."""
     norms = NORMS**0.1
@@ -610,7 +628,8 @@ def test_the_limit_to_take_is_drawn_where_it_is_asked_for(
 
 
 def test_a_picture_that_cannot_be_drawn_ends_in_one_line(log, command):
-    for name, error in (("missing/run.png", "No such file"), ("run.xyz", "xyz")):
+    missing = r"^replay: .*missing/run\.png: No such file or directory$"
+    for name, error in (("missing/run.png", missing), ("run.xyz", "xyz")):
         with pytest.raises(SystemExit, match=error):
             command(log, "--picture", log.parent / name)
 
@@ -636,7 +655,8 @@ def test_broken_norms_are_counted_and_left_out(tmp_path, command):
 
 def test_a_log_of_no_use_ends_in_one_line(tmp_path, command):
     path = tmp_path / "run.csv"
-    with pytest.raises(SystemExit, match=r"No such file .*run\.csv"):
+    missing = r"^replay: .*run\.csv: No such file or directory$"
+    with pytest.raises(SystemExit, match=missing):
         command(path)
     path.write_text("")
     with pytest.raises(SystemExit, match="the file is empty"):

@@ -136,6 +136,14 @@ WRONG = [
         '{"usd": 1}\n',
         f"{NO_NORM}.* the columns 'usd'. If one of them is a norm, name it with --col",
     ),
+    (
+        "step,health/norm/w\n0,1.5\n",
+        r"no gradient norm. record_health .* put optaxclip.record_norm\(\) before it",
+    ),
+    (
+        "step,Metric,value\n0,loss,1.5\n0,grad_norm,2.5\n",
+        r"a row for each metric.* df.pivot_table\(index='step', columns='Metric', val",
+    ),
 ]
 
 
