@@ -20,7 +20,7 @@ from .._logs.columns import (
     rows_kept,
 )
 from .._logs.files import read_log
-from .._logs.norms import NOISE_SHARE, columns_named, loss_of
+from .._logs.norms import NOISE_SHARE, columns_named
 from .._logs.output import printing, text_of
 from ..doctor import Finding
 from ..doctor._report import report_of
@@ -34,10 +34,6 @@ from ._run import MAX_GUARD_RATE, MIN_NORMS
 BREAKS = ("divergence", "steady growth", "vanishing")
 # A bad batch broke the run if it is at most so many rows from the break.
 ROWS_OF_BATCH = 20
-# A loss falls if at least this share of the last fifth of the log is below the first
-# level. If nothing is learnt it is half.
-LEAST_SHARE_BELOW = 0.65
-FIRST_LOSSES = 5
 ESTIMATES = (
     "These are estimates from the recorded norms. Clipping changes a run, so",
     "its norms will differ, and nothing here says how its loss would change.",
@@ -89,8 +85,6 @@ def _print_report(options: argparse.Namespace) -> None:
         lines += [_about_source(column, options), *advice, *_about_norms(column), ""]
         if choice is not None:
             choices.append(choice)
-    if choices:
-        lines += _about_loss(log)
     if log.unit == "row":
         lines += [NO_STEPS, ""]
     if log.notes:
@@ -223,29 +217,6 @@ def _about_norms(column: Column) -> list[str]:
     if column.empty_cells:
         lines.append(f"Rows without an entry are left out: {column.empty_cells}.")
     return [*lines, *notes_on_distance(distance_of_rows(column))]
-
-
-def _about_loss(log: Log) -> list[str]:
-    """A warning if the loss hardly falls, as in a run that does not learn."""
-    loss = loss_of(log)
-    if loss is None:
-        return []
-    losses = loss.values[np.isfinite(loss.values)]
-    # A loss that is also negative is one of RL, and need not fall.
-    if len(losses) < MIN_NORMS or losses.min() < 0:
-        return []
-    first_losses, *_, last_losses = np.array_split(losses, 5)
-    # A loss may fall within a few rows, and then stay.
-    early = max(np.median(losses[:FIRST_LOSSES]), np.median(first_losses))
-    if np.mean(last_losses < early) >= LEAST_SHARE_BELOW:
-        return []
-    late = np.median(last_losses)
-    return [
-        f"{loss.name!r} hardly falls: it begins near {early:.3g} and ends near "
-        f"{late:.3g}. RL, a GAN and a run that is done look so too. Else the run did "
-        "not learn: find the cause first, and choose a limit from a run that learns.",
-        "",
-    ]
 
 
 def _table(choice: Choice) -> list[str]:

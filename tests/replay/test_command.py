@@ -173,24 +173,6 @@ def test_a_run_that_the_doctor_calls_broken_gets_no_limit(log, command):
     assert "broke" not in command(log)
 
 
-def test_a_loss_that_hardly_falls_is_said_beside_the_limit(log, command):
-    """As in a run that does not learn. A loss that is also negative is one of RL."""
-    noise = np.sin(np.arange(SIZE))
-    falls = np.linspace(0.5, 0.0, SIZE)
-    for losses, is_said in (
-        (3.0 + noise / 10, True),
-        (3.0 + noise / 10 + falls, False),
-        (noise, False),
-        # It falls within a few rows, and then stays.
-        (3.0 + noise / 10 + 5.0 * (np.arange(SIZE) < 5), False),
-        # What falls slowly may have little noise.
-        (3.0 + noise / 1000 + falls / 10, False),
-    ):
-        log.write_text(log_with_loss(NORMS, losses))
-        text = command(log)
-        assert "->" in text and ("'loss' hardly falls: it beg" in text) == is_said
-
-
 def test_a_limit_is_recommended_where_a_bad_batch_broke_the_loss(log, command):
     """A clip is what helps there."""
     norms = NORMS**0.1
