@@ -55,7 +55,7 @@ from ..rules._rule import Number
 from ..rules._windows import skip_step_rule
 from ._carry import CarryState
 from ._judge import Judge, Judgement
-from ._rows import ArrayRows, StateArrays, StateRows, pack, row_property, unpack
+from ._rows import RowNames, StateArrays, pack, row_property, unpack
 from ._select_early import update_unless
 
 
@@ -89,13 +89,9 @@ class SkipState(NamedTuple):
     loss_windows: PyTree
     inner_state: PyTree
 
-    ROWS = StateRows(
-        counts=ArrayRows(
-            "skip_counts", ("step", "skipped", "nonfinite", "consecutive")
-        ),
-        numbers=ArrayRows(
-            "skip_numbers", ("norm", "limit", "loss", "loss_limit", "skipped_recently")
-        ),
+    ROWS = RowNames(
+        counts=("step", "skipped", "nonfinite", "consecutive"),
+        numbers=("norm", "limit", "loss", "loss_limit", "skipped_recently"),
     )
     step = row_property(ROWS, "step")
     skipped = row_property(ROWS, "skipped")
@@ -110,7 +106,7 @@ class SkipState(NamedTuple):
     @property
     def memories(self) -> tuple[PyTree, PyTree]:
         """What the rules of norm and loss remember."""
-        return unpack(self.ROWS, StateArrays(*self[:-1]))
+        return unpack(self.ROWS, self)
 
 
 def skip_nonfinite(
@@ -322,7 +318,7 @@ def _without_rejected_steps(
         inner_state = optimizer.init(params)
         _warn_of_clippers(call, inner_state)
         arrays = pack(SkipState.ROWS, *judge.initial(params))
-        return judge.varying_if_no_mesh_axes(SkipState(*arrays, inner_state), params)
+        return judge.varying_if_alone(SkipState(*arrays, inner_state), params)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
@@ -355,9 +351,7 @@ def _next_state(
         consecutive=jnp.where(skip, count_up(state.consecutive), 0),
         skipped_recently=moving_average(state.skipped_recently, skip, step),
     )
-    # All fields but the inner state.
-    old_arrays = StateArrays(*state[:-1])
-    arrays: StateArrays = jax.tree.map(in_place, arrays, old_arrays)
+    arrays: StateArrays = jax.tree.map(in_place, arrays, StateArrays.of(state))
     return SkipState(*arrays, inner_state)
 
 
