@@ -76,7 +76,7 @@ def static_axes(
         return axes
     table = static_table(f"{call}: {option}", axes, is_value)
     for _, value in table.entries:
-        check_no_bool(call, option, value)
+        check_no_bool(f"{call}: {option}", value)
     return table
 
 

@@ -435,7 +435,7 @@ class SpectralNorm(NamedTuple):
         """Raises unless a leaf has so many axes of columns, and one of rows. `rank`
         counts its axes without those of layers.
         """
-        check_no_bool(self.call, "columns", column_rank)
+        check_no_bool(f"{self.call}: columns", column_rank)
         is_whole = isinstance(column_rank, (int, np.integer))
         if not is_whole or not 1 <= column_rank < rank:
             raise ValueError(
