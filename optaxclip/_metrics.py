@@ -14,7 +14,7 @@ from jax.core import Tracer
 
 from ._checks import check_number, check_whole_number, shown
 from ._metric_rows import Options, WorstName
-from ._metric_states import KIND_OF_TYPE, reported_states
+from ._metric_states import reported_rows
 from ._trees import PyTree
 
 
@@ -171,14 +171,13 @@ def metrics(
     )
     report: dict[str, Any] = {}
     available: list[str] = []
-    for prefix, state in reported_states(opt_state):
-        for metric, path, value in KIND_OF_TYPE[type(state)].rows(state, options):
-            if metric not in available:
-                available.append(metric)
-            if wanted is None or metric in wanted:
-                # "clip/a", "limit", "blocks/w" -> "clip/a/limit/blocks/w".
-                key = f"{prefix}/{metric}/{path}" if path else f"{prefix}/{metric}"
-                report[key] = value
+    for prefix, (metric, path, value) in reported_rows(opt_state, options):
+        if metric not in available:
+            available.append(metric)
+        if wanted is None or metric in wanted:
+            # "clip/a", "limit", "blocks/w" -> "clip/a/limit/blocks/w".
+            key = f"{prefix}/{metric}/{path}" if path else f"{prefix}/{metric}"
+            report[key] = value
     for name in wanted or ():
         if name not in available:
             raise ValueError(
