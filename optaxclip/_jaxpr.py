@@ -57,14 +57,14 @@ def run_equations(
 
     def read(atom: Any) -> Array:
         if is_literal(atom):
-            return jnp.asarray(atom.val, atom.aval.dtype)
+            return jnp.asarray(atom.val, type_of(atom).dtype)
         return values[atom]
 
     for eqn in jaxpr.eqns:
         arrays = [read(atom) for atom in eqn.invars]
         outputs = replace(eqn, arrays)
         if outputs is None:
-            # Not by `arrays`, in which literals are arrays.
+            # By `values` instead of `arrays`, in which literals have become arrays.
             outputs = run_equation(jaxpr, eqn, values)
         values.update(zip(eqn.outvars, outputs))
     return [read(atom) for atom in jaxpr.outvars]
@@ -131,7 +131,7 @@ def _types(eqn: JaxprEqn) -> Iterator[Any]:
     """The types of all values that an equation, or one that it runs, reads or makes."""
     for inner in every_equation(eqn):
         for atom in (*inner.invars, *inner.outvars):
-            yield atom.aval
+            yield type_of(atom)
 
 
 def is_stop(eqn: JaxprEqn) -> bool:
