@@ -11,7 +11,7 @@ A state names the first rows of both, and has a property for each:
     skipped = row_property(ROWS, "skipped")
 """
 
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -36,21 +36,16 @@ class StateArrays(NamedTuple):
     windows: PyTree  # what the rule of the norm remembers beyond its rows
     loss_windows: PyTree  # likewise of the rule of the loss
 
-    @classmethod
-    def of(cls, state: PyTree) -> Self:
-        """The arrays of a state."""
-        return cls(*state[: len(cls._fields)])
-
 
 def row_property(rows: RowNames, name: str) -> property:
     """The property of a state that reads a row."""
 
     def row(state: PyTree) -> Array:
-        arrays = StateArrays.of(state)
+        counts, numbers, *_ = state
         # States of several models have axes in front.
         if name in rows.counts:
-            return arrays.counts[..., rows.counts.index(name)]
-        return arrays.numbers[..., rows.numbers.index(name)]
+            return counts[..., rows.counts.index(name)]
+        return numbers[..., rows.numbers.index(name)]
 
     return property(row)
 
@@ -89,9 +84,9 @@ def pack(
 
 def unpack(rows: RowNames, state: PyTree) -> tuple[PyTree, PyTree]:
     """What the rules of norm and loss remember, from a state."""
-    arrays = StateArrays.of(state)
+    counts, numbers, windows, loss_windows, *_ = state
     return unpacked(
-        (arrays.windows, arrays.loss_windows),
-        counts=rows_from(arrays.counts, len(rows.counts), is_global=True),
-        numbers=rows_from(arrays.numbers, len(rows.numbers), is_global=True),
+        (windows, loss_windows),
+        counts=rows_from(counts, len(rows.counts), is_global=True),
+        numbers=rows_from(numbers, len(rows.numbers), is_global=True),
     )

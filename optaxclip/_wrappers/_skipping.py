@@ -351,7 +351,9 @@ def _next_state(
         consecutive=jnp.where(skip, count_up(state.consecutive), 0),
         skipped_recently=moving_average(state.skipped_recently, skip, step),
     )
-    arrays: StateArrays = jax.tree.map(in_place, arrays, StateArrays.of(state))
+    # All fields but the inner state.
+    old_arrays = StateArrays(*state[:-1])
+    arrays: StateArrays = jax.tree.map(in_place, arrays, old_arrays)
     return SkipState(*arrays, inner_state)
 
 
