@@ -42,7 +42,7 @@ KIND_OF_TYPE = {
     SpikeState: Kind("spike", spike_rows),
     HealthState: Kind("health", health_rows),
 }
-Scope = tuple[Any, ...]  # the names of mappings on the way to a state
+Keys = tuple[Any, ...]  # of the mappings on the way to a state
 
 
 def reported_rows(opt_state: PyTree, options: Options) -> Iterator[tuple[str, Row]]:
@@ -79,10 +79,10 @@ def reported_rows(opt_state: PyTree, options: Options) -> Iterator[tuple[str, Ro
             yield prefix, row
 
 
-def _states_in(tree: PyTree, scope: Scope = ()) -> Iterator[tuple[Scope, Any]]:
+def _states_in(tree: PyTree, scope: Keys = ()) -> Iterator[tuple[Keys, Any]]:
     """The scope and the state, for each reported state of a tree.
 
-    `scope` is the scope of the tree itself. Each scope of a state begins with it.
+    `scope` is that of the tree itself, with which the scope of each state begins.
     """
     leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: type(x) in KIND_OF_TYPE)
     for path, leaf in leaves:

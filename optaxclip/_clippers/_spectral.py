@@ -345,8 +345,8 @@ def _checked_measure(
     """
     check_choice(f"{call}: method", method, get_args(Method))
     # A leaf has one number of columns, so a tuple is a node of the tree and no value.
-    columns = static_axes("columns", columns, call, is_value=trees.is_none)
-    stacked = static_axes("stacked", stacked, call)
+    columns = static_axes(f"{call}: columns", columns, trees.is_none)
+    stacked = static_axes(f"{call}: stacked", stacked)
     return SpectralNorm(call, method, columns, stacked)
 
 
