@@ -302,12 +302,10 @@ def _signs_of_values(measure: TensorNorm, tree: PyTree) -> dict[str, list[Array]
         return [jnp.square(norm) for norm in norms_of_masks.local_values()]
 
     root_mean_square = measure._replace(ord="rms")
-    counts = squared_norms(measure, _is_nonfinite)
-    return {
-        "zeros": squared_norms(root_mean_square, _is_zero),
-        "subnormals": squared_norms(root_mean_square, _is_subnormal),
-        "nonfinite": [jnp.round(count) for count in counts],
-    }
+    zeros = squared_norms(root_mean_square, _is_zero)
+    subnormals = squared_norms(root_mean_square, _is_subnormal)
+    counts = [jnp.round(count) for count in squared_norms(measure, _is_nonfinite)]
+    return {"zeros": zeros, "subnormals": subnormals, "nonfinite": counts}
 
 
 def _is_zero(x: Array) -> Array:
