@@ -24,7 +24,7 @@ from ._exported import exported, is_placeholder
 from ._kernel import make_clipper
 from ._mesh import MeshAxes
 from ._norms import Norms, TensorNorm
-from ._options import checked_options
+from ._options import check_measure
 from ._state import ClipState, spans_of_names
 from ._trees import PyTree, leaves_to_clip, weights_of
 from .rules._memory import in_place
@@ -135,7 +135,7 @@ def record_health(
         embeddings = (embeddings,)
     embedding_names = tuple(embeddings)
     measure = TensorNorm(
-        **checked_options(CALL, ord=None, stacked=stacked, mesh_axes=mesh_axes)
+        **check_measure(CALL, ord=None, stacked=stacked, mesh_axes=mesh_axes)
     )
     signs: tuple[str, ...] = ()
     if weights:

@@ -30,7 +30,7 @@ from . import _trees as trees
 from ._axes import Axis, Stacked, other_axes, stacked_axes, unit_axes
 from ._checks import broadcasts_to
 from ._mesh import MeshAxes
-from ._options import Ord, check_labels, checked_options, labels_of, static_labels
+from ._options import Ord, check_labels, check_measure, labels_of, static_labels
 from ._platforms import traced_once
 from ._prefixes import Prefix, lookup
 from ._reduce import norms_of
@@ -340,7 +340,7 @@ def global_norm(tree: PyTree, *, ord: Ord = None, mesh_axes: MeshAxes = "auto") 
       >>> print(optaxclip.global_norm(grads))
       5.477226
     """
-    options = checked_options("global_norm", ord=ord, mesh_axes=mesh_axes)
+    options = check_measure("global_norm", ord=ord, mesh_axes=mesh_axes)
     return _tree_of_norms(GlobalNorm(**options), tree)
 
 
@@ -384,7 +384,7 @@ def tensor_norm(
       >>> print(optaxclip.tensor_norm(grads)["w"])
       5.0
     """
-    options = checked_options(
+    options = check_measure(
         "tensor_norm", ord=ord, stacked=stacked, mesh_axes=mesh_axes
     )
     return _tree_of_norms(TensorNorm(**options), tree)
@@ -439,7 +439,7 @@ def unitwise_norm(
     Reference: Brock et al., High-performance large-scale image recognition without
     normalization, 2021 (arXiv 2102.06171).
     """
-    options = checked_options(
+    options = check_measure(
         "unitwise_norm", ord=ord, axis=axis, stacked=stacked, mesh_axes=mesh_axes
     )
     return _tree_of_norms(UnitwiseNorm(**options), tree)
@@ -478,7 +478,7 @@ def group_norm(
     # Leaves that do not count have labels too. A label that only such leaves carry has
     # the norm 0.
     labels = labels_of(labels, trees.unboxed(tree))
-    options = checked_options("group_norm", ord=ord, labels=labels, mesh_axes=mesh_axes)
+    options = check_measure("group_norm", ord=ord, labels=labels, mesh_axes=mesh_axes)
     return _tree_of_norms(GroupNorm(**options), tree)
 
 

@@ -14,7 +14,7 @@ from .._functions import with_hash
 from .._kernel import clip_once, make_clipper
 from .._mesh import MeshAxes
 from .._norms import GlobalNorm, UserNorm
-from .._options import Ord, checked_options
+from .._options import Ord, check_measure
 from .._trees import Tree
 from ..rules._limits import LimitTree
 from ..shrinks import Shrink
@@ -129,7 +129,7 @@ def clip_grads(
     call = "clip_grads"
     # The clipper is built in every call. Its program is not compiled again, since equal
     # measures are equal static arguments.
-    measure = GlobalNorm(**checked_options(call, ord=ord, mesh_axes=mesh_axes))
+    measure = GlobalNorm(**check_measure(call, ord=ord, mesh_axes=mesh_axes))
     # The norm that comes back is without eps: the number to log.
     return clip_once(
         grads,

@@ -18,7 +18,7 @@ from .._exported import exported
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import GlobalNorm, GroupNorm, Measure, TensorNorm
-from .._options import checked_options
+from .._options import check_measure
 from ..rules._averages import EmaBand, MomentsRatio, ZScore
 from ..rules._limits import Limit, minimum, rule_of
 from ..rules._memory import between, count_up
@@ -565,14 +565,14 @@ def _clipper_at(
             f"take scope='tensor', not scope={shown(scope)}."
         )
     # All papers of these rules have norms of order 2.
-    measure_options = partial(checked_options, call, ord=None, mesh_axes=mesh_axes)
+    check_options = partial(check_measure, call, ord=None, mesh_axes=mesh_axes)
     measure: Measure
     if scope == "global":
-        measure = GlobalNorm(**measure_options())
+        measure = GlobalNorm(**check_options())
     elif scope == "tensor":
-        measure = TensorNorm(**measure_options(stacked=stacked))
+        measure = TensorNorm(**check_options(stacked=stacked))
     else:
-        measure = GroupNorm(**measure_options(labels=scope))
+        measure = GroupNorm(**check_options(labels=scope))
     return make_clipper(
         measure,
         rule,

@@ -36,7 +36,7 @@ from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._moduli import modulus_dtype, wide_dtype, widened, with_modulus
 from .._norms import Norms, TensorNorm
-from .._options import checked_options
+from .._options import check_measure
 from .._trees import PyTree, arrays_of, leaves_to_clip, put_back
 from ..rules._averages import Ema
 from ..rules._memory import count_up, new_where, root
@@ -284,7 +284,7 @@ def adaclip(
     average's. Here the average keeps its own count.
     """
     call = "adaclip"
-    options = checked_options(call, ord=math.inf, stacked=stacked, mesh_axes=mesh_axes)
+    options = check_measure(call, ord=math.inf, stacked=stacked, mesh_axes=mesh_axes)
     # Order inf: the norm of a tensor is its largest coordinate, max|g|.
     measure = TensorNorm(**options)
     rule = rule_named(call, Ema, decay=decay)
