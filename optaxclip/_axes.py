@@ -182,7 +182,7 @@ def unit_axes(
     for (path, leaf), value, layer_axes, shape in zip(
         entries, values, layer_axes_of_leaves, shapes
     ):
-        # The value of a tree prefix was checked before, and that of a function was not.
+        # A tree prefix was checked when the clipper was built. A function was not.
         check_no_bool(argument, value)
         axes_of_layer = other_axes(layer_axes, jnp.ndim(leaf))
         rank = len(axes_of_layer)

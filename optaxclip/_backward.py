@@ -95,7 +95,7 @@ def clip_cotangent(
       ValueError: none or both of the limits, a limit that is negative, NaN or not a
         scalar, a lower bound above the upper, an unknown order, or an axis that an
         array does not have. In shard_map: "auto" for arrays that differ between
-        devices, which may be parts of one array, or those of different examples.
+        devices, which may be parts of one array, or belong to different examples.
 
     Example:
       >>> def last(h):  # twenty steps of h <- 1.2 h
@@ -249,7 +249,7 @@ def _clip_backward(
 ) -> tuple[list[Array], Any]:
     """The clipped cotangents of the leaves, and the cotangent of the limit, which is 0.
 
-    A backward pass has nowhere to keep a state, so that of the clipper is dropped.
+    A backward pass has nowhere to keep the clipper's state, so it is dropped.
     """
     cotangent = treedef.unflatten(cotangents)
     if measure is None:

@@ -171,7 +171,7 @@ def put(row: Array, positions: np.ndarray, values: Array) -> Array:
 
 
 def _covers(positions: np.ndarray, row: Array) -> bool:
-    """Whether positions are those of a whole row, in order."""
+    """Whether these are all positions of a row, in order."""
     return np.array_equal(positions, np.arange(len(row)))
 
 

@@ -414,7 +414,8 @@ def foreign_state_error(call: str, state: object, state_type: type) -> str:
     """The error about a state that another transformation made."""
     got = state if is_without_state(state) else type(state).__name__
     advice = BEGIN_ANEW
-    # The state of a wrapper holds the moments. So does that of optax.apply_if_finite.
+    # The state of a wrapper holds the moments, as the state of optax.apply_if_finite
+    # does.
     if hasattr(state_type, "inner_state"):
         old = "old.inner_state" if hasattr(state, "inner_state") else "old"
         advice = (

@@ -208,8 +208,9 @@ def _after_step(
     weights: PyTree,
     patience: int,
 ) -> HealthState:
-    """The state after an update. `tree` has the gradients or updates, of which
-    `embedding_leaves` are those of embeddings. `weights` is None if they are not read.
+    """The state after an update. `tree` has the gradients or updates.
+    `embedding_leaves` are its embeddings, by name. `weights` is None if they are not
+    read.
     """
     norms = measure(tree)
     _check_whole_embeddings(norms, embedding_leaves)

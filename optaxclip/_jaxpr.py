@@ -104,10 +104,8 @@ has_backward_rule = partial(runs_primitive_like, "custom_vjp_call")
 
 def uses_symbolic_zeros(eqn: JaxprEqn) -> bool:
     """Whether a rule in an equation looks at which of its inputs have a derivative."""
-    for inner in every_equation(eqn):
-        if inner.params.get("symbolic_zeros") is True:
-            return True
-    return False
+    equations = every_equation(eqn)
+    return any(inner.params.get("symbolic_zeros") is True for inner in equations)
 
 
 def has_refs(eqn: JaxprEqn) -> bool:

@@ -82,7 +82,7 @@ def reported_rows(opt_state: PyTree, options: Options) -> Iterator[tuple[str, Ro
 def _states_in(tree: PyTree, scope: Keys = ()) -> Iterator[tuple[Keys, Any]]:
     """The scope and the state, for each reported state of a tree.
 
-    `scope` is that of the tree itself, with which the scope of each state begins.
+    `scope` is the scope of the tree itself. The scope of each state begins with it.
     """
     leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: type(x) in KIND_OF_TYPE)
     for path, leaf in leaves:

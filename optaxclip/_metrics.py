@@ -78,8 +78,8 @@ def metrics(
 
         clip/units_clipped    the share of units that the last step clipped
 
-      With `summary` the first five are those of the norm that is furthest over its
-      limit (one that is NaN comes first), shares are means over all norms, counts the
+      With `summary` the first five belong to the norm that is furthest over its limit
+      (one that is NaN comes first), shares are means over all norms, counts the
       largest, and there are
 
         clip/norms_clipped    the share of the norms that were clipped in the last step.

@@ -80,10 +80,10 @@ def _beginnings(path: KeyPath) -> Iterator[KeyPath]:
 
 
 def covering_path(path: KeyPath, table: Collection[KeyPath]) -> KeyPath | None:
-    """The path in a table that is for this path: the same, or that of a subtree around
-    it. None if the table has no such path.
+    """The path in a table with which a path begins: its own, or the path of a subtree
+    around it. None if there is none.
     """
-    # A tree prefix has at most one. The path () is around all.
+    # A tree prefix has at most one such path. Every path begins with ().
     return next((start for start in _beginnings(path) if start in table), None)
 
 

@@ -131,8 +131,8 @@ def record_spikes(
     and in shard_map(check_vma=False) a loss that differs is not noticed, and each
     replica counts its own spikes: `check_replicated` shows it, as in `skip_step`.
 
-    The norm is that of the gradient as it comes in, so the recorder goes before the
-    clipper. Behind one no norm is above its limit.
+    The gradient is measured as it comes in, so the recorder goes before the clipper.
+    Behind one no norm is above its limit.
 
         spike    if x > mean + sigmas * deviation, both of the `window` values before x,
                  for x the global norm, or the loss where update(..., value=loss) has it

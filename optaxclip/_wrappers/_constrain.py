@@ -59,7 +59,7 @@ def constrain(
         some weights only, wrap the result in `optax.masked`.
 
     Returns:
-      A transformation with the state of the clipper, whose norms are those of the moved
+      A transformation with the state of the clipper, which has the norms of the moved
       weights. `update` needs params, and passes extra arguments on, but for `grad_norm`
       and `limit`, which are about gradients. Where a clipper with nonfinite="zero"
       clears a broken step, the weights stay as they are. In such a step any weight

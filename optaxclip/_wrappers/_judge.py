@@ -82,8 +82,8 @@ class Judge(NamedTuple):
     ) -> Judgement:
         """Holds norm and loss of a step against the limits of their rules.
 
-        `state` is a `SkipState` or a `SpikeState`, and `extra_args` are those of
-        `update`.
+        `state` is a `SkipState` or a `SpikeState`. `extra_args` are the extra arguments
+        of `update`.
 
         Raises:
           ValueError: a number that is not a scalar, that differs between devices, or a

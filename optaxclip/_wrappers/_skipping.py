@@ -166,11 +166,11 @@ def skip_step(
     and in shard_map(check_vma=False) a loss that differs is not noticed, and the
     replicas drift apart: see the second example.
 
-    The norm is that of the gradient as it comes in. So the clipper goes inside,
+    The gradient is measured as it comes in. So the clipper goes inside,
     `skip_step(optax.chain(clip, adam))`. Behind a clipper no norm is above its limit,
     and a broken batch passes.
 
-    The deviation is that of a sample (ddof 1). Skipped norms and losses enter the
+    The deviation is the sample's (ddof 1). Skipped norms and losses enter the
     window too. So a lasting change is accepted within 128 steps, and after many spikes
     a later one may get through. NaN does not enter the window, where in OLMo-core it
     rejects every step until it has left. A run that only has NaN is skipped without
@@ -248,7 +248,7 @@ def skip_spikes(
     and in shard_map(check_vma=False) a loss that differs is not noticed, and the
     replicas drift apart: `check_replicated` shows it, as in `skip_step`.
 
-    The norm is that of the gradient as it comes in. So the clipper goes inside,
+    The gradient is measured as it comes in. So the clipper goes inside,
     `skip_spikes(optax.chain(clip, adam), rule)`. Behind a clipper no norm is above its
     limit, and a broken batch passes.
 
