@@ -23,7 +23,8 @@ LONGEST_FIELD = 60  # characters of one of its fields
 def state_repr(self: Any) -> str:
     """The `repr` of a state. The rows that its `ROWS` name are shown by name."""
     # The first fields hold these rows. Most states have no `ROWS`.
-    rows_of_field = dict(zip(self._fields, getattr(self, "ROWS", ())))
+    row_names: tuple[Any, ...] = getattr(self, "ROWS", ())
+    rows_of_field = dict(zip(self._fields, row_names))
     fields = {}
     for field, value in self._asdict().items():
         rows = rows_of_field.get(field, ())
