@@ -26,16 +26,14 @@ def is_axes(x: object) -> TypeGuard[tuple[int, ...]]:
     return type(x) is tuple and all(isinstance(i, INTEGERS) for i in x)
 
 
-def check_no_bool(call: str, option: str, value: Any) -> None:
-    """Refuses bools as axes, or in a tuple of axes. To Python True is 1 and False is 0.
-
-    Raises:
-      TypeError: such a value of an option, "stacked", of the function `call`.
+def check_no_bool(argument: str, value: Any) -> None:
+    """Raises TypeError for a bool as an axis, or in a tuple of axes. To Python True is
+    1 and False is 0.
     """
     axes = value if is_axes(value) else (value,)
     if any(isinstance(axis, bool) for axis in axes):
         raise TypeError(
-            f"{call}: {option} must be whole numbers, not bools, got {shown(value)}."
+            f"{argument} must be whole numbers, not bools, got {shown(value)}."
         )
 
 
@@ -51,7 +49,8 @@ def axes_within(
     entries = value if isinstance(value, tuple) else (value,)
     integers = [entry for entry in entries if isinstance(entry, INTEGERS)]
     axes = {int(axis) % rank for axis in integers if -rank <= axis < rank}
-    # An axis twice, as in (0, -3) of rank 3, makes the set smaller.
+    # The set is smaller if an entry is not an axis of the leaf, or if two are the same
+    # axis, as in (0, -3) of rank 3.
     if len(axes) < len(entries):
         raise ValueError(
             f"{argument}={shown(value)} does not fit {part} {leaf_name!r}, a tensor of "
@@ -96,8 +95,8 @@ def stacked_axes(
     if stacked is None:
         return [()] * len(shapes)
     entries = jax.tree.leaves_with_path(tree)
-    # Of the first leaf of each stack the name, and how many layers, such as "12 x 8".
-    firsts: dict[KeyPath | str, tuple[str, str]] = {}
+    # Name and number of layers, such as "12 x 8", of the first leaf of each stack.
+    first_leaf_of_stack: dict[KeyPath | str, tuple[str, str]] = {}
     axes_of_leaves = []
     stacked_values = _stacked_values(stacked, tree, f"{call}: stacked")
     for (path, leaf), (value, stack), shape in zip(entries, stacked_values, shapes):
@@ -106,7 +105,9 @@ def stacked_axes(
         if not axes or shape is None:
             continue
         sizes = " x ".join(str(shape[axis]) for axis in axes)
-        first_name, first_sizes = firsts.setdefault(stack, (path_name(path), sizes))
+        first_name, first_sizes = first_leaf_of_stack.setdefault(
+            stack, (path_name(path), sizes)
+        )
         if sizes != first_sizes:
             raise ValueError(
                 f"{call}: stacked={shown(value)} would count {first_sizes} in "
@@ -127,9 +128,10 @@ def _stacked_values(
         # What a function returns has no key path, so equal values are one stack.
         stacked_values = []
         for value in for_each_leaf(stacked, tree, argument):
+            # A function may be `path.startswith("blocks")`.
             if isinstance(value, bool):
                 value = int(value)
-            check_no_bool(argument.partition(":")[0], "stacked", value)
+            check_no_bool(argument, value)
             stacked_values.append(_StackedValue(value, repr(value)))
         return stacked_values
     # The key path tells equal values apart.
@@ -180,7 +182,8 @@ def unit_axes(
     for (path, leaf), value, layer_axes, shape in zip(
         entries, values, layer_axes_of_leaves, shapes
     ):
-        check_no_bool(call, "axis", value)
+        # A tree prefix was checked when the clipper was built. A function was not.
+        check_no_bool(argument, value)
         axes_of_layer = other_axes(layer_axes, jnp.ndim(leaf))
         rank = len(axes_of_layer)
         if value is None and not layer_axes and rank <= 1:

@@ -40,6 +40,8 @@ from ._norms import Measure, TensorNorm, UnitwiseNorm
 from ._options import Ord, check_measure
 from ._trees import PyTree, Tree, leaves_to_clip, path_name, put_back
 
+CALL = "clip_cotangent"
+
 
 def clip_cotangent(
     x: Tree,
@@ -93,7 +95,7 @@ def clip_cotangent(
       ValueError: none or both of the limits, a limit that is negative, NaN or not a
         scalar, a lower bound above the upper, an unknown order, or an axis that an
         array does not have. In shard_map: "auto" for arrays that differ between
-        devices, which may be parts of one array, or those of different examples.
+        devices, which may be parts of one array, or belong to different examples.
 
     Example:
       >>> def last(h):  # twenty steps of h <- 1.2 h
@@ -114,10 +116,9 @@ def clip_cotangent(
     Reference: Graves, Generating sequences with recurrent neural networks, 2013 (arXiv
     1308.0850).
     """
-    call = "clip_cotangent"
     if (max_value is None) == (max_norm is None):
         raise ValueError(
-            f"{call}: give one of max_value and max_norm, got "
+            f"{CALL}: give one of max_value and max_norm, got "
             f"max_value={shown(max_value)} and max_norm={shown(max_norm)}."
         )
     if max_norm is None:
@@ -128,15 +129,15 @@ def clip_cotangent(
         unused = {"min_value": min_value}
     for argument, value in unused.items():
         if value is not None:
-            raise ValueError(f"{call}: {argument}={shown(value)} belongs to {needed}.")
+            raise ValueError(f"{CALL}: {argument}={shown(value)} belongs to {needed}.")
     # Integers stay outside, since JAX gives them cotangents of dtype float0.
-    arrays = jax.tree.map(jnp.asarray, leaves_to_clip(x, call))
+    arrays = jax.tree.map(jnp.asarray, leaves_to_clip(x, CALL))
     measure = None
     limit: Array | _Bounds
     if max_value is not None:
         limit = _bounds(max_value, min_value)
     else:
-        limit = _scalar(f"{call}: max_norm", max_norm)
+        limit = _scalar(f"{CALL}: max_norm", max_norm)
         measure = _measure(arrays, axis, ord, mesh_axes)
     # A list of leaves, since JAX would put placeholders into nodes of the user's.
     leaves, treedef = jax.tree.flatten(arrays)
@@ -192,11 +193,11 @@ def _bounds(max_value: ArrayLike, min_value: ArrayLike | None) -> _Bounds:
     """The bounds as float scalars."""
     # Two bounds may both be negative. A single one limits the modulus.
     lowest = 0.0 if min_value is None else -math.inf
-    high = _scalar("clip_cotangent: max_value", max_value, lowest)
+    high = _scalar(f"{CALL}: max_value", max_value, lowest)
     if min_value is None:
         return _Bounds(high, None)
-    low = _scalar("clip_cotangent: min_value", min_value, lowest)
-    check_order("clip_cotangent", ("min_value", min_value), ("max_value", max_value))
+    low = _scalar(f"{CALL}: min_value", min_value, lowest)
+    check_order(CALL, ("min_value", min_value), ("max_value", max_value))
     return _Bounds(high, low)
 
 
@@ -204,20 +205,19 @@ def _measure(
     arrays: PyTree, axis: int | tuple[int, ...] | None, ord: Ord, mesh_axes: MeshAxes
 ) -> Measure:
     """How the norms of cotangents of these arrays are measured."""
-    call = "clip_cotangent"
     if mesh_axes == "auto" and varying(arrays):
         # The devices may hold parts of one array, or different examples of a vmap.
         raise ValueError(
-            f"{call}: mesh_axes must be None, where devices have different examples, "
+            f"{CALL}: mesh_axes must be None, where devices have different examples, "
             "or say what splits one array: x differs over "
             f"{sorted(varying(arrays))}, got 'auto'."
         )
     if axis is None:
-        return TensorNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
-    options = check_measure(call, ord, axis=axis, mesh_axes=mesh_axes)
+        return TensorNorm(**check_measure(CALL, ord, mesh_axes=mesh_axes))
+    options = check_measure(CALL, ord, axis=axis, mesh_axes=mesh_axes)
     # Checked in the forward pass already: a cotangent has the shape of x.
     for path, leaf in jax.tree.leaves_with_path(arrays):
-        axes_within(axis, f"{call}: axis", path_name(path), leaf.ndim)
+        axes_within(axis, f"{CALL}: axis", path_name(path), leaf.ndim)
     return UnitwiseNorm(**options)
 
 
@@ -249,17 +249,17 @@ def _clip_backward(
 ) -> tuple[list[Array], Any]:
     """The clipped cotangents of the leaves, and the cotangent of the limit, which is 0.
 
-    A backward pass has nowhere to keep a state, so that of the clipper is dropped.
+    A backward pass has nowhere to keep the clipper's state, so it is dropped.
     """
     cotangent = treedef.unflatten(cotangents)
     if measure is None:
         upper = ("max_value", limit.high)
         lower = ("min_value", limit.low)
-        clipper = value_clipper("clip_cotangent", upper, lower)
+        clipper = value_clipper(CALL, upper, lower)
         clipped, _ = clipper.update(cotangent, clipper.init(cotangent))
     else:
         clipped, _ = clip_once(
-            cotangent, limit, measure, call="clip_cotangent", limit_argument="max_norm"
+            cotangent, limit, measure, call=CALL, limit_argument="max_norm"
         )
     return jax.tree.leaves(clipped), jax.tree.map(jnp.zeros_like, limit)
 

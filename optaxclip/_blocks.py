@@ -139,13 +139,13 @@ def _check_norms(
     than it has. The state may have more names: a step may lack some leaves.
     """
     names = state.names
-    units_of_state = set(names.unit_leaves).intersection(norm_of_name)
-    is_known = set(norm_of_name) <= set(span_of_name)
-    if not is_known or units_of_state != set(unit_leaves):
+    unit_leaves_of_state = set(names.unit_leaves).intersection(norm_of_name)
+    has_all_names = set(norm_of_name) <= set(span_of_name)
+    if not has_all_names or unit_leaves_of_state != set(unit_leaves):
         raise ValueError(
             f"{call}: state was made for norms of "
-            f"{_shown(span_of_name, names.unit_leaves)}, but the updates have "
-            f"norms of {_shown(norm_of_name, unit_leaves)}. {BEGIN_ANEW}"
+            f"{_listed_norms(span_of_name, names.unit_leaves)}, but the updates have "
+            f"norms of {_listed_norms(norm_of_name, unit_leaves)}. {BEGIN_ANEW}"
         )
     for name, norm in norm_of_name.items():
         size = span_of_name[name].size
@@ -171,7 +171,7 @@ def put(row: Array, positions: np.ndarray, values: Array) -> Array:
 
 
 def _covers(positions: np.ndarray, row: Array) -> bool:
-    """Whether positions are those of a whole row, in order."""
+    """Whether these are all positions of a row, in order."""
     return np.array_equal(positions, np.arange(len(row)))
 
 
@@ -249,7 +249,7 @@ def _array_limits(rule: Rule) -> dict[str, Array]:
     return arrays
 
 
-def _shown(names: Collection[str], unit_leaves: Collection[str]) -> str:
+def _listed_norms(names: Collection[str], unit_leaves: Collection[str]) -> str:
     """The names of norms for an error. The only norm of everything has the name ""."""
     if set(names) == {""}:
         return "everything"

@@ -78,7 +78,8 @@ def check_real(argument: str, value: Any, *, is_scalar: bool = False) -> None:
     # True is an int in Python. As a limit it is a slip.
     is_number = isinstance(value, NUMBER_TYPES) and not isinstance(value, bool)
     dtype = getattr(value, "dtype", np.dtype(np.float64))
-    # Asked of numbers only: the dtype of a tensor of torch would raise here.
+    # The dtype of a value that is no number, such as a tensor of torch, may be one
+    # that `issubdtype` does not take.
     is_real = is_number and any(jnp.issubdtype(dtype, real) for real in REAL_DTYPES)
     if not is_real:
         is_traced = isinstance(value, Tracer)
@@ -292,7 +293,7 @@ def check_takes(
     return signature
 
 
-def check_norm(call: str, norm: object) -> None:
+def check_norm_function(call: str, norm: object) -> None:
     """Raises TypeError for a norm that is not a function."""
     if not callable(norm):
         raise TypeError(
@@ -335,9 +336,8 @@ def check_is_no_optimizer(argument: str, value: object) -> None:
 def with_extra_args(
     argument: str, value: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-    """The transformation, checked, with an `update` that accepts extra arguments.
-
-    It hands them on to a transformation that takes them, and drops them otherwise.
+    """The transformation, checked, with an `update` that accepts extra arguments. A
+    transformation that takes none does not get them.
     """
     check_transformation(argument, value)
     # `optax.with_extra_args_support` goes by the type. optax.MultiSteps, and what its
@@ -414,7 +414,8 @@ def foreign_state_error(call: str, state: object, state_type: type) -> str:
     """The error about a state that another transformation made."""
     got = state if is_without_state(state) else type(state).__name__
     advice = BEGIN_ANEW
-    # The state of a wrapper holds the moments. So does that of optax.apply_if_finite.
+    # The state of a wrapper holds the moments, as the state of optax.apply_if_finite
+    # does.
     if hasattr(state_type, "inner_state"):
         old = "old.inner_state" if hasattr(state, "inner_state") else "old"
         advice = (

@@ -1,6 +1,7 @@
 """Records early signs that a run will break, for `metrics` and the doctor.
 
-A sign is a symptom, such as "zeros": a number of each tensor beside its norm.
+A sign is a number of each tensor beside its norm, such as "zeros", the share of its
+elements that are 0.
 """
 
 from __future__ import annotations
@@ -208,8 +209,9 @@ def _after_step(
     weights: PyTree,
     patience: int,
 ) -> HealthState:
-    """The state after an update. `tree` has the gradients or updates, of which
-    `embedding_leaves` are those of embeddings. `weights` is None if they are not read.
+    """The state after an update. `tree` has the gradients or updates.
+    `embedding_leaves` are its embeddings, by name. `weights` is None if they are not
+    read.
     """
     norms = measure(tree)
     _check_whole_embeddings(norms, embedding_leaves)
@@ -295,18 +297,17 @@ def _signs_of_values(measure: TensorNorm, tree: PyTree) -> dict[str, list[Array]
     and devices are summed as they are for norms.
     """
 
-    def squares(
-        norm_of_mask: TensorNorm, mask_of: Callable[[Array], Array]
+    def squared_norms(
+        measure: TensorNorm, mask_of: Callable[[Array], Array]
     ) -> list[Array]:
-        norms = norm_of_mask(jax.tree.map(mask_of, tree))
-        return [jnp.square(norm) for norm in norms.local_values()]
+        norms_of_masks = measure(jax.tree.map(mask_of, tree))
+        return [jnp.square(norm) for norm in norms_of_masks.local_values()]
 
     root_mean_square = measure._replace(ord="rms")
-    return {
-        "zeros": squares(root_mean_square, _is_zero),
-        "subnormals": squares(root_mean_square, _is_subnormal),
-        "nonfinite": [jnp.round(count) for count in squares(measure, _is_nonfinite)],
-    }
+    zeros = squared_norms(root_mean_square, _is_zero)
+    subnormals = squared_norms(root_mean_square, _is_subnormal)
+    counts = [jnp.round(count) for count in squared_norms(measure, _is_nonfinite)]
+    return {"zeros": zeros, "subnormals": subnormals, "nonfinite": counts}
 
 
 def _is_zero(x: Array) -> Array:
@@ -360,8 +361,8 @@ def health_numbers(
 
 @partial(jax.jit, static_argnums=0)
 def _largest(sizes: tuple[int, ...], state: HealthState) -> dict[str, Array]:
-    """For each sign, also the ratio, the largest number of each tensor. `sizes` says
-    how many numbers a tensor has: one for each layer.
+    """The largest number of each tensor, for each sign, the norm and the ratio. `sizes`
+    says how many numbers each tensor has: one for each layer.
     """
     norm = state.norms.norm
     signs = {"norm": norm, **state.signs}

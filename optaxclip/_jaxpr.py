@@ -57,14 +57,14 @@ def run_equations(
 
     def read(atom: Any) -> Array:
         if is_literal(atom):
-            return jnp.asarray(atom.val, atom.aval.dtype)
+            return jnp.asarray(atom.val, type_of(atom).dtype)
         return values[atom]
 
     for eqn in jaxpr.eqns:
         arrays = [read(atom) for atom in eqn.invars]
         outputs = replace(eqn, arrays)
         if outputs is None:
-            # Not by `arrays`, in which literals are arrays.
+            # By `values` instead of `arrays`, in which literals have become arrays.
             outputs = run_equation(jaxpr, eqn, values)
         values.update(zip(eqn.outvars, outputs))
     return [read(atom) for atom in jaxpr.outvars]
@@ -104,10 +104,8 @@ has_backward_rule = partial(runs_primitive_like, "custom_vjp_call")
 
 def uses_symbolic_zeros(eqn: JaxprEqn) -> bool:
     """Whether a rule in an equation looks at which of its inputs have a derivative."""
-    for inner in every_equation(eqn):
-        if inner.params.get("symbolic_zeros") is True:
-            return True
-    return False
+    equations = every_equation(eqn)
+    return any(inner.params.get("symbolic_zeros") is True for inner in equations)
 
 
 def has_refs(eqn: JaxprEqn) -> bool:
@@ -131,7 +129,7 @@ def _types(eqn: JaxprEqn) -> Iterator[Any]:
     """The types of all values that an equation, or one that it runs, reads or makes."""
     for inner in every_equation(eqn):
         for atom in (*inner.invars, *inner.outvars):
-            yield atom.aval
+            yield type_of(atom)
 
 
 def is_stop(eqn: JaxprEqn) -> bool:

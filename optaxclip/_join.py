@@ -166,7 +166,7 @@ def _counted_once(
         copies = mesh.device_count({*mesh_axes} - {*spec.joined_along})
 
     def for_collective(array: Array) -> Array:
-        # The axes that are kept are those of layers here.
+        # The kept axes count layers here.
         if spec.mesh_axes_of_layers:
             array = mesh.placed_among_zeros(array, spec.mesh_axes_of_kept)
         if copies > 1:

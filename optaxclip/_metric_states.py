@@ -29,7 +29,7 @@ from ._wrappers._skipping import SkipState
 class Kind(NamedTuple):
     """How a state of one type is reported."""
 
-    prefix: str  # the beginning of its keys
+    word: str  # the first of its keys: "clip"
     rows: Callable[[Any, Options], Iterator[Row]]
 
 
@@ -42,13 +42,12 @@ KIND_OF_TYPE = {
     SpikeState: Kind("spike", spike_rows),
     HealthState: Kind("health", health_rows),
 }
-Scope = tuple[Any, ...]  # the names of mappings on the way to a state
+Keys = tuple[Any, ...]  # of the mappings on the way to a state
 
 
-def reported_states(opt_state: PyTree) -> Iterator[tuple[str, Any]]:
-    """How the keys of a state begin, and the state, for each that is reported. Keys
-    begin with "clip", or with "clip_2/inner" for the second clipper of the scope
-    "inner".
+def reported_rows(opt_state: PyTree, options: Options) -> Iterator[tuple[str, Row]]:
+    """The rows of all states that are reported, each with the beginning of its key:
+    "clip", or "clip_2/inner" for the second clipper of the scope "inner".
 
     Raises:
       ValueError: there is none, or one has an axis for the members of an ensemble.
@@ -66,21 +65,24 @@ def reported_states(opt_state: PyTree) -> Iterator[tuple[str, Any]]:
     for scope, state in states:
         mapped = "jax.vmap(optaxclip.metrics)(opt_state)"
         check_one_model("metrics: opt_state", state, mapped)
-        prefix = KIND_OF_TYPE[type(state)].prefix
+        word, rows = KIND_OF_TYPE[type(state)]
         # A clipper named "clip" has keys "clip/...", not "clip/clip/...".
-        path = "/".join(str(name) for name in scope if name != prefix)
+        path = "/".join(str(name) for name in scope if name != word)
         # "clip/a" and "clip/b" are counted separately: neither becomes "clip_2".
-        counts[prefix, path] += 1
-        count = counts[prefix, path]
+        counts[word, path] += 1
+        count = counts[word, path]
         # The first keeps its name when a second one is added.
-        numbered = prefix if count == 1 else f"{prefix}_{count}"
-        yield f"{numbered}/{path}" if path else numbered, state
+        prefix = word if count == 1 else f"{word}_{count}"
+        if path:
+            prefix = f"{prefix}/{path}"
+        for row in rows(state, options):
+            yield prefix, row
 
 
-def _states_in(tree: PyTree, scope: Scope = ()) -> Iterator[tuple[Scope, Any]]:
+def _states_in(tree: PyTree, scope: Keys = ()) -> Iterator[tuple[Keys, Any]]:
     """The scope and the state, for each reported state of a tree.
 
-    `scope` is the scope of the tree itself. Each scope of a state begins with it.
+    `scope` is the scope of the tree itself. The scope of each state begins with it.
     """
     leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: type(x) in KIND_OF_TYPE)
     for path, leaf in leaves:

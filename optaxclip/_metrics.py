@@ -14,7 +14,7 @@ from jax.core import Tracer
 
 from ._checks import check_number, check_whole_number, shown
 from ._metric_rows import Options, WorstName
-from ._metric_states import KIND_OF_TYPE, reported_states
+from ._metric_states import reported_rows
 from ._trees import PyTree
 
 
@@ -78,8 +78,8 @@ def metrics(
 
         clip/units_clipped    the share of units that the last step clipped
 
-      With `summary` the first five are those of the norm that is furthest over its
-      limit (one that is NaN comes first), shares are means over all norms, counts the
+      With `summary` the first five belong to the norm that is furthest over its limit
+      (one that is NaN comes first), shares are means over all norms, counts the
       largest, and there are
 
         clip/norms_clipped    the share of the norms that were clipped in the last step.
@@ -171,14 +171,13 @@ def metrics(
     )
     report: dict[str, Any] = {}
     available: list[str] = []
-    for prefix, state in reported_states(opt_state):
-        for metric, path, value in KIND_OF_TYPE[type(state)].rows(state, options):
-            if metric not in available:
-                available.append(metric)
-            if wanted is None or metric in wanted:
-                # "clip/a", "limit", "blocks/w" -> "clip/a/limit/blocks/w".
-                key = f"{prefix}/{metric}/{path}" if path else f"{prefix}/{metric}"
-                report[key] = value
+    for prefix, (metric, path, value) in reported_rows(opt_state, options):
+        if metric not in available:
+            available.append(metric)
+        if wanted is None or metric in wanted:
+            # "clip/a", "limit", "blocks/w" -> "clip/a/limit/blocks/w".
+            key = f"{prefix}/{metric}/{path}" if path else f"{prefix}/{metric}"
+            report[key] = value
     for name in wanted or ():
         if name not in available:
             raise ValueError(

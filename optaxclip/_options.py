@@ -34,7 +34,7 @@ def check_measure(call: str, ord: Any, **options: Any) -> dict[str, Any]:
         elif option == "labels":
             value = static_labels(value, call)
         else:
-            value = static_axes(option, value, call)
+            value = static_axes(f"{call}: {option}", value)
         arguments[option] = value
     return arguments
 
@@ -59,7 +59,7 @@ def static_order(ord: Any, call: str) -> Ord:
 
 
 def static_axes(
-    option: str, axes: Any, call: str, is_value: Callable[[Any], bool] = is_axes
+    argument: str, axes: Any, is_value: Callable[[Any], bool] = is_axes
 ) -> Any:
     """`axis`, `stacked` or `columns` as a static argument: a function, or a frozen tree
     prefix. `is_value` says which of its nodes are single values: tuples of axes.
@@ -72,11 +72,11 @@ def static_axes(
     if axes is None:
         return None
     if is_function(axes):
-        check_takes(f"{call}: {option} must take path and leaf", axes, 2)
+        check_takes(f"{argument} must take path and leaf", axes, 2)
         return axes
-    table = static_table(f"{call}: {option}", axes, is_value)
+    table = static_table(argument, axes, is_value)
     for _, value in table.entries:
-        check_no_bool(call, option, value)
+        check_no_bool(argument, value)
     return table
 
 

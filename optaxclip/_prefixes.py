@@ -6,7 +6,7 @@ a dict matches any mapping with the same keys, and `None` or `MaskedNode` in the
 needs no value.
 """
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -74,9 +74,17 @@ def static_table(
     return Prefix(tuple(entries))
 
 
-def beginnings(path: KeyPath) -> Iterator[KeyPath]:
+def _beginnings(path: KeyPath) -> Iterator[KeyPath]:
     """The beginnings of a key path (a, b): (), (a,), (a, b)."""
     return (path[:depth] for depth in range(len(path) + 1))
+
+
+def covering_path(path: KeyPath, table: Collection[KeyPath]) -> KeyPath | None:
+    """The path in a table with which a path begins: its own, or the path of a subtree
+    around it. None if there is none.
+    """
+    # A tree prefix has at most one such path. Every path begins with ().
+    return next((start for start in _beginnings(path) if start in table), None)
 
 
 def lookup(
@@ -116,8 +124,7 @@ def lookup_paths(
     values = []
     used_paths: set[KeyPath] = set()
     for path in paths:
-        # A tree prefix has at most one entry above a leaf. The entry () is above all.
-        table_path = next((head for head in beginnings(path) if head in table), None)
+        table_path = covering_path(path, table)
         if table_path is None:
             raise ValueError(
                 f"{argument} has no value for the {part} {path_name(path)!r}: it has "
@@ -130,9 +137,9 @@ def lookup_paths(
     # Values for holes may stay unused: a full tree of limits has some where updates are
     # missing. Such a value stands at the hole, above it or below it.
     for hole in holes:
-        used_paths.update(beginnings(hole))
+        used_paths.update(_beginnings(hole))
     for path in table:
-        is_below_hole = not holes.isdisjoint(beginnings(path))
+        is_below_hole = covering_path(path, holes) is not None
         if path in used_paths or is_below_hole:
             continue
         noun = "label, see allow_missing" if part == "label" else "part"

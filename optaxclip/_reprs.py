@@ -21,8 +21,10 @@ LONGEST_FIELD = 60  # characters of one of its fields
 
 
 def state_repr(self: Any) -> str:
-    """The `repr` of a state. Of a field in its `ROWS` the rows are shown by name."""
-    rows_of_field = dict(getattr(self, "ROWS", ()))
+    """The `repr` of a state. The rows that its `ROWS` name are shown by name."""
+    # The first fields hold these rows. Most states have no `ROWS`.
+    row_names: tuple[Any, ...] = getattr(self, "ROWS", ())
+    rows_of_field = dict(zip(self._fields, row_names))
     fields = {}
     for field, value in self._asdict().items():
         rows = rows_of_field.get(field, ())

@@ -69,8 +69,8 @@ def of_train_state(
     clip: Callable[[float], optax.GradientTransformation],
     norm: Callable[[Any], ArrayLike],
 ) -> Callable[[Setting], Step]:
-    """Returns `make_step` for a step from a train state to the next, as those of flax
-    and MaxText.
+    """Returns `make_step` for a step from a train state to the next, as in flax and
+    MaxText.
 
     The step runs under `jax.jit`, with the loss as a constant.
 

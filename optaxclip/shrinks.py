@@ -81,8 +81,8 @@ def smooth(power: float = 1.0) -> Shrink:
     with `hard`, which is so at norm = limit.
 
     Args:
-      power: how sharp the bend at the limit is: 1 the gentlest in use, 2 that of
-        SPECTRA, inf is `hard`. At least 1, known when the clipper is built.
+      power: how sharp the bend at the limit is: 1 is the gentlest in use, 2 is
+        SPECTRA's, inf is `hard`. At least 1, known when the clipper is built.
 
     Raises:
       ValueError: a power below 1 or NaN. TypeError: one that is not a number.
@@ -166,8 +166,8 @@ class _Smooth:
     factor_per_limit = 0.0
 
     def __call__(self, norm: Array, limit: Array) -> Array:
-        # n / (1 + (n/c)^p)^(1/p) stays the same with n and c exchanged. So the quotient
-        # may be that of the smaller and the larger, which cannot overflow.
+        # n / (1 + (n/c)^p)^(1/p) stays the same with n and c exchanged. So the smaller
+        # is divided by the larger, which cannot overflow.
         smaller = jnp.minimum(norm, limit)
         larger = jnp.maximum(norm, limit)
         # Both may be 0.

@@ -36,7 +36,8 @@ def with_rows(state, **rows):
             "numbers": ("norm", "limit", "factor", "clipped_recently"),
         }
     else:
-        fields = dict(state.ROWS)
+        # The first two fields hold the rows.
+        fields = dict(zip(state._fields, state.ROWS))
     for field, names in fields.items():
         array = getattr(state, field)
         for index, name in enumerate(names):

@@ -19,7 +19,7 @@ from .._exported import exported
 from .._functions import is_function
 from .._moduli import with_modulus
 from .._numbers import kept_finite
-from .._prefixes import Prefix, beginnings, lookup, prefix_table
+from .._prefixes import Prefix, covering_path, lookup, prefix_table
 from .._trees import PyTree
 from ..rules._memory import count_up
 from ..rules._rule import Number, is_rule
@@ -174,7 +174,7 @@ def value_clipper(
             lower_bounds.of_leaves(updates, state.step),
         ):
             leaf_name = trees.path_name(path)
-            clipped = _clipped(call, leaf_name, leaf, low, high)
+            clipped = _clipped_leaf(call, leaf_name, leaf, low, high)
             new_leaves.append(clipped)
             # A leaf without numbers, such as a key, is returned as it is.
             if clipped is not leaf:
@@ -220,23 +220,22 @@ def _check_bounds_order(call: str, lower: CheckedBounds, upper: CheckedBounds) -
     lower_by_path = dict(lower.table.entries)
     upper_by_path = dict(upper.table.entries)
     for path in lower_by_path | upper_by_path:
-        # An argument may give one bound for a whole subtree, under a beginning of this
-        # path.
-        starts = list(beginnings(path))
-        # Each list has at most one bound, since an argument gives a leaf only one. It
-        # has none where the bounds of the argument are for parts of this path. These
-        # are compared at their own paths.
-        lows = [lower_by_path[start] for start in starts if start in lower_by_path]
-        highs = [upper_by_path[start] for start in starts if start in upper_by_path]
-        for low, high in zip(lows, highs):
-            if low is not None:
-                checks.check_order(call, (lower.name, low), (upper.name, high))
-            elif not callable(high):
-                # Without a lower bound it limits the modulus.
-                checks.check_limit(upper.argument, high)
+        low_path = covering_path(path, lower_by_path)
+        high_path = covering_path(path, upper_by_path)
+        # One of the arguments has bounds for parts of this path. They are compared at
+        # their own paths.
+        if low_path is None or high_path is None:
+            continue
+        low = lower_by_path[low_path]
+        high = upper_by_path[high_path]
+        if low is not None:
+            checks.check_order(call, (lower.name, low), (upper.name, high))
+        elif not callable(high):
+            # Without a lower bound it limits the modulus.
+            checks.check_limit(upper.argument, high)
 
 
-def _clipped(
+def _clipped_leaf(
     call: str, leaf_name: str, leaf: Any, low: ArrayLike | None, high: ArrayLike
 ) -> Any:
     """The leaf, clipped between its bounds. A leaf without numbers is returned as it

@@ -224,24 +224,25 @@ def larc(
         weights = weights_of(call, tree, params)
         grad_norms = measure(tree)
         weight_norms = measure(weights)
-        treedef = jax.tree.structure(tree)
         decayed_grads = jax.tree.map(
             partial(_decayed, weight_decay),
             tree,
             weights,
-            treedef.unflatten(grad_norms.local_values()),
-            treedef.unflatten(weight_norms.local_values()),
+            grad_norms.tree(),
+            weight_norms.tree(),
         )
         # As in apex, the kernel divides by |g| + weight_decay * |p|, which is at least
         # the norm of the decayed gradient.
-        sums = []
-        for grad_norm, weight_norm in zip(grad_norms.values, weight_norms.values):
-            decay = jnp.asarray(weight_decay).astype(grad_norm.dtype)
-            # A gradient of 0 gets no weight decay.
-            total = grad_norm + decay * weight_norm
-            sums.append(jnp.where(grad_norm == 0, grad_norm, total))
+        norms = grad_norms._replace(
+            values=[
+                _norm_with_decay(weight_decay, grad_norm, weight_norm)
+                for grad_norm, weight_norm in zip(
+                    grad_norms.values, weight_norms.values
+                )
+            ]
+        )
         clipped, new_state = kernel.update(
-            decayed_grads, state, params, grad_norm=grad_norms._replace(values=sums)
+            decayed_grads, state, params, grad_norm=norms
         )
         rounded = jax.tree.map(rounded_like, clipped, tree)
         return put_back(rounded, updates), new_state
@@ -273,6 +274,13 @@ class Larc(Rule):
         has_no_limit = (weight_norm == 0) | (rate == 0)
         limit = trust * weight_norm / jnp.where(has_no_limit, 1.0, rate)
         return jnp.where(has_no_limit, jnp.inf, limit), memory
+
+
+def _norm_with_decay(decay: ArrayLike, grad_norm: Array, weight_norm: Array) -> Array:
+    """|g| + decay * |p|, and 0 for a gradient of 0, which gets no weight decay."""
+    decay = jnp.asarray(decay).astype(grad_norm.dtype)
+    total = grad_norm + decay * weight_norm
+    return jnp.where(grad_norm == 0, grad_norm, total)
 
 
 @jax.jit

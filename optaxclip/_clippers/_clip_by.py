@@ -9,7 +9,7 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
-from .._checks import Nonfinite, check_norm
+from .._checks import Nonfinite, check_norm_function
 from .._functions import with_hash
 from .._kernel import clip_once, make_clipper
 from .._mesh import MeshAxes
@@ -66,7 +66,7 @@ def clip_by(
       0.8333
     """
     # Checked here, because `norm` is not called before `init`.
-    check_norm("clip_by", norm)
+    check_norm_function("clip_by", norm)
     # The functions norm and shrink are static arguments of the jitted update: lambdas
     # that are made anew in every step compile in every step.
     return make_clipper(

@@ -153,7 +153,7 @@ def zclip(
         score = (norm - mean) / (deviation + eps)
         limit = mean + (z^2 / score) * deviation    where score > z
 
-    Mean and deviation are those of the clipped norms, as moving averages.
+    Mean and deviation are moving averages over the clipped norms.
 
     Args:
       z: a norm with a score above it is clipped. At least 0. A number or a schedule.

@@ -527,7 +527,7 @@ def _attention_leaf(
     if not isinstance(axis_or_heads, Heads):
         axis_or_heads = Heads(axis_or_heads)
     layout = Heads(*[_without_list(field) for field in axis_or_heads])
-    check_no_bool(CALL, role, layout.axis)
+    check_no_bool(f"{CALL}: {role}", layout.axis)
     axes = layout.axis if isinstance(layout.axis, tuple) else (layout.axis,)
     rank = len(shape)
     # For its errors only: it sorts, and here the order of the axes counts.

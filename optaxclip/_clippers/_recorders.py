@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from .._checks import check_norm, check_state
+from .._checks import check_norm_function, check_state
 from .._exported import exported
 from .._functions import with_hash
 from .._kernel import make_clipper, without_overrides
@@ -19,14 +19,7 @@ from .._norms import UserNorm, global_norm
 from .._state import RecordState
 from .._trees import PyTree
 from .._wrappers._judge import Judge
-from .._wrappers._rows import (
-    ArrayRows,
-    StateArrays,
-    StateRows,
-    pack,
-    row_property,
-    unpack,
-)
+from .._wrappers._rows import RowNames, pack, row_property, unpack
 from ..rules._memory import count_up, in_place, moving_average
 from ..rules._rule import Number
 from ..rules._windows import spike_rule
@@ -61,7 +54,7 @@ def record_norm(
       {'record/norm': 5.0, 'record/nonfinite_count': 0.0}
     """
     call = "record_norm"
-    check_norm(call, norm)
+    check_norm_function(call, norm)
     # With a limit of None nothing is multiplied, not even by 1. XLA would write the
     # product to a new array, which the next clipper of the chain would have to read.
     measure = UserNorm(with_hash(norm), call)
@@ -110,11 +103,9 @@ class SpikeState(NamedTuple):
     windows: PyTree
     loss_windows: PyTree
 
-    ROWS = StateRows(
-        counts=ArrayRows("spike_counts", ("step", "spiked", "spikes")),
-        numbers=ArrayRows(
-            "spike_numbers", ("norm", "limit", "loss", "loss_limit", "spiked_recently")
-        ),
+    ROWS = RowNames(
+        counts=("step", "spiked", "spikes"),
+        numbers=("norm", "limit", "loss", "loss_limit", "spiked_recently"),
     )
     step = row_property(ROWS, "step")
     spiked = row_property(ROWS, "spiked")
@@ -128,7 +119,7 @@ class SpikeState(NamedTuple):
     @property
     def memories(self) -> tuple[PyTree, PyTree]:
         """What the rules of norm and loss remember."""
-        return unpack(self.ROWS, StateArrays(*self))
+        return unpack(self.ROWS, self)
 
 
 def record_spikes(
@@ -140,8 +131,8 @@ def record_spikes(
     and in shard_map(check_vma=False) a loss that differs is not noticed, and each
     replica counts its own spikes: `check_replicated` shows it, as in `skip_step`.
 
-    The norm is that of the gradient as it comes in, so the recorder goes before the
-    clipper. Behind one no norm is above its limit.
+    The gradient is measured as it comes in, so the recorder goes before the clipper.
+    Behind one no norm is above its limit.
 
         spike    if x > mean + sigmas * deviation, both of the `window` values before x,
                  for x the global norm, or the loss where update(..., value=loss) has it
@@ -187,7 +178,7 @@ def record_spikes(
 
     def init(params: PyTree) -> SpikeState:
         arrays = pack(SpikeState.ROWS, *judge.initial(params))
-        return judge.varying_if_no_mesh_axes(SpikeState(*arrays), params)
+        return judge.varying_if_alone(SpikeState(*arrays), params)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object

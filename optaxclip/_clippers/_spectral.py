@@ -345,8 +345,8 @@ def _checked_measure(
     """
     check_choice(f"{call}: method", method, get_args(Method))
     # A leaf has one number of columns, so a tuple is a node of the tree and no value.
-    columns = static_axes("columns", columns, call, is_value=trees.is_none)
-    stacked = static_axes("stacked", stacked, call)
+    columns = static_axes(f"{call}: columns", columns, trees.is_none)
+    stacked = static_axes(f"{call}: stacked", stacked)
     return SpectralNorm(call, method, columns, stacked)
 
 
@@ -435,7 +435,7 @@ class SpectralNorm(NamedTuple):
         """Raises unless a leaf has so many axes of columns, and one of rows. `rank`
         counts its axes without those of layers.
         """
-        check_no_bool(self.call, "columns", column_rank)
+        check_no_bool(f"{self.call}: columns", column_rank)
         is_whole = isinstance(column_rank, (int, np.integer))
         if not is_whole or not 1 <= column_rank < rank:
             raise ValueError(

@@ -104,22 +104,22 @@ def carry_clipped(
         )
         # Rounded first, so that what rounding cuts off is carried as well.
         clipped = jax.tree.map(rounded_like, clipped, tree)
-        carry = jax.tree.map(_cut_off, total, clipped, state.carry, is_leaf=is_none)
+        carry = jax.tree.map(_new_carry, total, clipped, state.carry, is_leaf=is_none)
         return put_back(clipped, updates), CarryState(carry, new_clip_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _add_carry(grad: Array, carry: Array) -> Array | None:
-    """What is clipped, and None for a leaf without a gradient in this step."""
+def _add_carry(grad: Array | None, carry: Array) -> Array | None:
+    """The sum that is clipped. None for a leaf without a gradient in this step."""
     if grad is None:
         return None
     # In float32: 255 + 0.25 is 255 in bfloat16.
     return jnp.asarray(grad).astype(carry.dtype) + carry
 
 
-def _cut_off(total: Array, clipped: Array, carry: Array) -> Array:
-    """The carry after a step."""
+def _new_carry(total: Array | None, clipped: Array, carry: Array) -> Array:
+    """The carry after a step: what was cut off."""
     # A leaf without a gradient in this step keeps its carry.
     if total is None:
         return carry

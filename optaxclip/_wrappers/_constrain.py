@@ -60,7 +60,7 @@ def constrain(
         some weights only, wrap the result in `optax.masked`.
 
     Returns:
-      A transformation with the state of the clipper, whose norms are those of the moved
+      A transformation with the state of the clipper, which has the norms of the moved
       weights. `update` needs params, and passes extra arguments on, but for `grad_norm`
       and `limit`, which are about gradients. Where a clipper with nonfinite="zero"
       clears a broken step, the weights stay as they are. In such a step any weight
@@ -101,8 +101,8 @@ def constrain(
         if not old_counts:
             # A state of None, as for a clipper of optax, begins anew.
             old_counts = [jnp.zeros_like(count) for count in new_counts]
-        are_broken = [new != old for new, old in zip(new_counts, old_counts)]
-        update_to_clipped = partial(_update_to_clipped, are_broken)
+        broken_norms = [new != old for new, old in zip(new_counts, old_counts)]
+        update_to_clipped = partial(_update_to_clipped, broken_norms)
         changes = jax.tree.map(
             update_to_clipped, inexact_updates, weights, moved, clipped
         )
@@ -112,8 +112,9 @@ def constrain(
 
 
 def _counts_of_broken_steps(state: PyTree) -> list[Array]:
-    """For each clipper in a state: how many steps broke each of its norms, by a norm
-    that is not finite, a limit of NaN, or a shrink that returns no norm.
+    """For each clipper in a state: how many steps broke each of its norms. A step
+    breaks a norm that is not finite, whose limit is NaN, or for which the shrink
+    returns no norm.
     """
     return [clip_state.nonfinite for clip_state in clip_states(state)]
 
@@ -131,7 +132,11 @@ def _moved_weight(weight: Array, update: Array) -> Array:
 # operations.
 @jax.jit
 def _update_to_clipped(
-    are_broken: list[Array], update: Array, weight: Array, moved: Array, clipped: Array
+    broken_norms: list[Array],
+    update: Array,
+    weight: Array,
+    moved: Array,
+    clipped: Array,
 ) -> Array:
     """The update that takes a weight to its clipped value:
 
@@ -140,7 +145,8 @@ def _update_to_clipped(
         _real_update_to_clipped     elsewhere
 
     Args:
-      are_broken: for each clipper a bool array: which of its norms are broken.
+      broken_norms: for each clipper a bool array: whether this step broke each of its
+        norms.
       update, weight: a leaf of the updates, and its weights.
       moved: the weights after the update as it came.
       clipped: what the clipper made of `moved`.
@@ -157,12 +163,12 @@ def _update_to_clipped(
         change = _real_update_to_clipped(*arguments)
     change = change.astype(update.dtype)
     # Where the clipper changed nothing, the update keeps its bits.
-    is_free = clipped == moved
-    change = jnp.where(is_free, update, change)
+    is_unchanged = clipped == moved
+    change = jnp.where(is_unchanged, update, change)
     # Zeros that a clipper returns for a broken step, as with nonfinite="zero", are not
     # new weights, so the weights stay. Which leaves share a norm is not known here: one
     # broken norm counts for every leaf.
-    for is_broken in are_broken:
+    for is_broken in broken_norms:
         # In shard_map an array that differs over more mesh axes than the update would
         # make it differ over them too.
         if varying(is_broken) <= varying(update):

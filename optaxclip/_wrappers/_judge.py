@@ -39,7 +39,7 @@ class ComparedNumber(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """What was found of a step."""
+    """Whether a step is rejected, and why."""
 
     norm: ComparedNumber
     # The last loss that was given. It can be rejected only in the step that gave it.
@@ -55,15 +55,15 @@ class Judge(NamedTuple):
     rule: Rule  # of the norm
     loss_rule: Rule | None  # None: losses are ignored
     mesh_axes: MeshAxes
-    # The argument that makes a loss necessary. The error of a step without a loss names
-    # it. "" where steps may come without a loss.
+    # The argument by which the user demands a loss in each step, for the error of a
+    # step without one. "" where a loss may be missing.
     loss_argument: str = ""
 
     def initial(self, params: PyTree) -> tuple[ComparedNumber, ComparedNumber]:
         """Norm and loss before the first step."""
         tree = leaves_to_clip(params, self.call)
-        # Only the dtype of the norm is needed: float64 if a leaf has 64 bits. It does
-        # not depend on the mesh, and `init` may run outside it: so mesh_axes=None.
+        # Only the dtype of the norm is needed: float64 if a leaf has 64 bits. It is
+        # asked for with mesh_axes=None, since `init` may run outside the mesh.
         norm_type = jax.eval_shape(self._replace(mesh_axes=None)._norm_of, tree)
         zero = jnp.zeros((), norm_type.dtype)
         no_limit = jnp.full_like(zero, jnp.inf)
@@ -82,8 +82,8 @@ class Judge(NamedTuple):
     ) -> Judgement:
         """Holds norm and loss of a step against the limits of their rules.
 
-        `state` is a `SkipState` or a `SpikeState`, and `extra_args` are those of
-        `update`.
+        `state` is a `SkipState` or a `SpikeState`. `extra_args` are the extra arguments
+        of `update`.
 
         Raises:
           ValueError: a number that is not a scalar, that differs between devices, or a
@@ -104,7 +104,7 @@ class Judge(NamedTuple):
                 loss = self._compared(
                     self.loss_rule, loss_value, loss_memory, state, is_loss=True
                 )
-                loss = self.varying_if_no_mesh_axes(loss, norm.value)
+                loss = self.varying_if_alone(loss, norm.value)
         return Judgement(
             norm,
             loss,
@@ -112,9 +112,9 @@ class Judge(NamedTuple):
             is_nonfinite=jnp.logical_or(norm.is_nonfinite, loss.is_nonfinite),
         )
 
-    def varying_if_no_mesh_axes(self, values: PyTree, like: PyTree) -> PyTree:
-        """The values. With mesh_axes=None, where each device trains alone, they are
-        typed as differing over the mesh axes over which `like` does.
+    def varying_if_alone(self, values: PyTree, like: PyTree) -> PyTree:
+        """The values. If each device trains alone (mesh_axes=None), they are typed as
+        differing over the mesh axes over which `like` does.
         """
         if self.mesh_axes is None:
             return varying_as_any_of(values, like)
@@ -137,7 +137,7 @@ class Judge(NamedTuple):
         """Holds a norm or a loss against the limit of its rule."""
         # A user's number may have another dtype than the state.
         value = jnp.array(number, state.norm.dtype)
-        value = self.varying_if_no_mesh_axes(value, state.norm)
+        value = self.varying_if_alone(value, state.norm)
         argument = "loss_rule" if is_loss else "rule"
         # Tracers show that the user's jit is running. There a jit of ours would keep a
         # schedule, and what it refers to, alive in its cache.
@@ -157,9 +157,8 @@ class Judge(NamedTuple):
         return ComparedNumber(value, limit, new_memory, is_nonfinite, is_rejected)
 
     def _checked_argument(self, extra_args: Mapping[str, Any], argument: str) -> Any:
-        """The norm or the loss among the arguments of `update`, or None.
-
-        Its form is one that JAX can carry into a compiled call.
+        """The norm or the loss among the arguments of `update`, in the form in which
+        JAX carries it into a compiled call, or None.
 
         Raises:
           TypeError: something that is not a number.
@@ -170,11 +169,10 @@ class Judge(NamedTuple):
         if number is None:
             return None
         # With a loss for each example, the limit and the decision would be arrays too.
-        argument_in_errors = f"{self.call}: {argument}"
         if argument == "grad_norm":
-            checks.check_given_norm(argument_in_errors, number, is_scalar=True)
+            checks.check_given_norm(f"{self.call}: {argument}", number, is_scalar=True)
         else:
-            checks.check_scalar(argument_in_errors, number)
+            checks.check_scalar(f"{self.call}: {argument}", number)
         number = number_for_jit(number)
         mesh_axes = tuple(sorted(varying(number)))
         # With None each device trains alone, so it may decide alone.

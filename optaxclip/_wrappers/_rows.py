@@ -1,16 +1,13 @@
 """The rows of the states of `skip_step`, its relatives and `record_spikes`.
 
-What was judged is kept as rows of two arrays, and the `ROWS` of a state name them:
+What was judged is kept as rows of two arrays:
 
     counts     what the state counts, then integers that the rules remember
     numbers    norm, limit, loss, loss_limit, a share, then floats that rules remember
 
-Those of `SkipState`:
+A state names the first rows of both, and has a property for each:
 
-    ROWS = StateRows(
-        counts=ArrayRows("skip_counts", ("step", "skipped", ...)),
-        numbers=ArrayRows("skip_numbers", ("norm", "limit", ...)),
-    )
+    ROWS = RowNames(counts=("step", "skipped", ...), numbers=("norm", "limit", ...))
     skipped = row_property(ROWS, "skipped")
 """
 
@@ -24,18 +21,11 @@ from .._trees import PyTree
 from ._judge import ComparedNumber
 
 
-class ArrayRows(NamedTuple):
-    """The rows of an array of a state that do not belong to rules."""
+class RowNames(NamedTuple):
+    """The names of the rows of a state that do not belong to rules."""
 
-    field: str  # of the state: "skip_counts"
-    names: tuple[str, ...]  # of the rows: ("step", "skipped", ...)
-
-
-class StateRows(NamedTuple):
-    """The rows of both arrays of a state."""
-
-    counts: ArrayRows
-    numbers: ArrayRows
+    counts: tuple[str, ...]
+    numbers: tuple[str, ...]
 
 
 class StateArrays(NamedTuple):
@@ -47,16 +37,21 @@ class StateArrays(NamedTuple):
     loss_windows: PyTree  # likewise of the rule of the loss
 
 
-def row_property(rows: StateRows, name: str) -> property:
+def row_property(rows: RowNames, name: str) -> property:
     """The property of a state that reads a row."""
-    field, names = rows.counts if name in rows.counts.names else rows.numbers
-    index = names.index(name)
-    # States of several models have axes in front.
-    return property(lambda state: getattr(state, field)[..., index])
+
+    def row(state: PyTree) -> Array:
+        counts, numbers, *_ = state
+        # States of several models have axes in front.
+        if name in rows.counts:
+            return counts[..., rows.counts.index(name)]
+        return numbers[..., rows.numbers.index(name)]
+
+    return property(row)
 
 
 def pack(
-    rows: StateRows,
+    rows: RowNames,
     norm: ComparedNumber,
     loss: ComparedNumber,
     **counts_and_shares: Array,
@@ -76,10 +71,8 @@ def pack(
     memory = packed((norm.memory, loss.memory), norm.value)
     zero = jnp.zeros((), jnp.int32)
     dtype = norm.value.dtype
-    counts = [value_of_row.get(name, zero) for name in rows.counts.names]
-    numbers = [
-        value_of_row.get(name, zero).astype(dtype) for name in rows.numbers.names
-    ]
+    counts = [value_of_row.get(name, zero) for name in rows.counts]
+    numbers = [value_of_row.get(name, zero).astype(dtype) for name in rows.numbers]
     windows, loss_windows = memory.windows
     return StateArrays(
         counts=jnp.stack(counts + memory.counts),
@@ -89,10 +82,11 @@ def pack(
     )
 
 
-def unpack(rows: StateRows, arrays: StateArrays) -> tuple[PyTree, PyTree]:
-    """What the rules of norm and loss remember."""
+def unpack(rows: RowNames, state: PyTree) -> tuple[PyTree, PyTree]:
+    """What the rules of norm and loss remember, from a state."""
+    counts, numbers, windows, loss_windows, *_ = state
     return unpacked(
-        (arrays.windows, arrays.loss_windows),
-        counts=rows_from(arrays.counts, len(rows.counts.names), is_global=True),
-        numbers=rows_from(arrays.numbers, len(rows.numbers.names), is_global=True),
+        (windows, loss_windows),
+        counts=rows_from(counts, len(rows.counts), is_global=True),
+        numbers=rows_from(numbers, len(rows.numbers), is_global=True),
     )

@@ -72,8 +72,8 @@ def update_unless(
             # Selected when it was computed.
             new_leaf = values[output]
         else:
-            # An update, or an argument. Or one variable is two leaves of the state:
-            # the loop above selected the old value of the last of them only.
+            # An update, or an argument that is returned as it is. Or one variable is
+            # two leaves of the new state: it was selected for the last of them only.
             new_leaf = _select(skip, old_leaf, values[output])
         new_leaves.append(new_leaf)
     return jax.tree.unflatten(jax.tree.structure(output_shapes), new_leaves)
@@ -102,8 +102,8 @@ def _old_leaves(
 
 
 def _without_donation(equation: Any) -> Any:
-    """The equation, which gives no input's place to an output. The old state is
-    selected after it is read.
+    """The equation, without the memory of an input for an output: the old state is
+    selected after the equation reads it.
     """
     params = equation.params
     if "donated_invars" not in params:

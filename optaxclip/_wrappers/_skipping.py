@@ -55,7 +55,7 @@ from ..rules._rule import Number
 from ..rules._windows import skip_step_rule
 from ._carry import CarryState
 from ._judge import Judge, Judgement
-from ._rows import ArrayRows, StateArrays, StateRows, pack, row_property, unpack
+from ._rows import RowNames, StateArrays, pack, row_property, unpack
 from ._select_early import update_unless
 
 
@@ -89,13 +89,9 @@ class SkipState(NamedTuple):
     loss_windows: PyTree
     inner_state: PyTree
 
-    ROWS = StateRows(
-        counts=ArrayRows(
-            "skip_counts", ("step", "skipped", "nonfinite", "consecutive")
-        ),
-        numbers=ArrayRows(
-            "skip_numbers", ("norm", "limit", "loss", "loss_limit", "skipped_recently")
-        ),
+    ROWS = RowNames(
+        counts=("step", "skipped", "nonfinite", "consecutive"),
+        numbers=("norm", "limit", "loss", "loss_limit", "skipped_recently"),
     )
     step = row_property(ROWS, "step")
     skipped = row_property(ROWS, "skipped")
@@ -110,7 +106,7 @@ class SkipState(NamedTuple):
     @property
     def memories(self) -> tuple[PyTree, PyTree]:
         """What the rules of norm and loss remember."""
-        return unpack(self.ROWS, StateArrays(*self[:-1]))
+        return unpack(self.ROWS, self)
 
 
 def skip_nonfinite(
@@ -170,11 +166,11 @@ def skip_step(
     and in shard_map(check_vma=False) a loss that differs is not noticed, and the
     replicas drift apart: see the second example.
 
-    The norm is that of the gradient as it comes in. So the clipper goes inside,
+    The gradient is measured as it comes in. So the clipper goes inside,
     `skip_step(optax.chain(clip, adam))`. Behind a clipper no norm is above its limit,
     and a broken batch passes.
 
-    The deviation is that of a sample (ddof 1). Skipped norms and losses enter the
+    The deviation is the sample's (ddof 1). Skipped norms and losses enter the
     window too. So a lasting change is accepted within 128 steps, and after many spikes
     a later one may get through. NaN does not enter the window, where in OLMo-core it
     rejects every step until it has left. A run that only has NaN is skipped without
@@ -252,7 +248,7 @@ def skip_spikes(
     and in shard_map(check_vma=False) a loss that differs is not noticed, and the
     replicas drift apart: `check_replicated` shows it, as in `skip_step`.
 
-    The norm is that of the gradient as it comes in. So the clipper goes inside,
+    The gradient is measured as it comes in. So the clipper goes inside,
     `skip_spikes(optax.chain(clip, adam), rule)`. Behind a clipper no norm is above its
     limit, and a broken batch passes.
 
@@ -322,7 +318,7 @@ def _without_rejected_steps(
         inner_state = optimizer.init(params)
         _warn_of_clippers(call, inner_state)
         arrays = pack(SkipState.ROWS, *judge.initial(params))
-        return judge.varying_if_no_mesh_axes(SkipState(*arrays, inner_state), params)
+        return judge.varying_if_alone(SkipState(*arrays, inner_state), params)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object

@@ -67,7 +67,7 @@ from jax.typing import ArrayLike
 from .. import _norms as norms
 from .. import _trees as trees
 from .._axes import axes_within
-from .._checks import check_given_norm, check_number, check_scalar, with_extra_args
+from .._checks import check_given_norm, check_number, with_extra_args
 from .._clippers._by_value import value_clipper
 from .._foreign_names import with_our_names
 from .._kernel import clip_once, make_clipper
@@ -229,8 +229,7 @@ def clip_by_global_norm(
     call = "clip_by_global_norm"
     check_number(f"{call}: clip_norm", clip_norm)
     if use_norm is not None:
-        check_scalar(f"{call}: use_norm", use_norm)
-        check_given_norm(f"{call}: use_norm", use_norm)
+        check_given_norm(f"{call}: use_norm", use_norm, is_scalar=True)
     # `use_norm` replaces the measured norm, also in what is returned.
     return clip_once(
         t_list,

@@ -107,9 +107,9 @@ def clip_grad_norm(
     Reference: torch.nn.utils.clip_grad_norm_.
     """
     call = "clip_grad_norm"
-    # `_clipped` takes None for no limit. torch does not.
+    # `_clipped_by_norm` takes None for no limit. torch does not.
     check_number(f"{call}: max_norm", max_norm)
-    return _clipped(call, grads, max_norm, norm_type, error_if_nonfinite)
+    return _clipped_by_norm(call, grads, max_norm, norm_type, error_if_nonfinite)
 
 
 def clip_grad_value(grads: Tree, clip_value: ArrayLike) -> Tree:
@@ -169,7 +169,10 @@ def get_total_norm(
     Reference: torch.nn.utils.get_total_norm.
     """
     # Without a limit nothing is multiplied: only the norm is wanted.
-    return _clipped("get_total_norm", grads, None, norm_type, error_if_nonfinite)[1]
+    _, norm = _clipped_by_norm(
+        "get_total_norm", grads, None, norm_type, error_if_nonfinite
+    )
+    return norm
 
 
 def clip_grads_with_norm(
@@ -204,8 +207,7 @@ def clip_grads_with_norm(
     """
     call = "clip_grads_with_norm"
     check_number(f"{call}: max_norm", max_norm)
-    check_scalar(f"{call}: total_norm", total_norm)
-    check_given_norm(f"{call}: total_norm", total_norm)
+    check_given_norm(f"{call}: total_norm", total_norm, is_scalar=True)
     clipped, _ = clip_once(
         grads,
         max_norm,
@@ -220,7 +222,7 @@ def clip_grads_with_norm(
     return clipped
 
 
-def _clipped(
+def _clipped_by_norm(
     call: str,
     grads: Tree,
     max_norm: ArrayLike | None,

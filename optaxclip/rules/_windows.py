@@ -252,7 +252,7 @@ class WindowedMean(Rule):
     def update(self, norm: Array, memory: Window, step: Array) -> LimitAndMemory:
         sigmas, floor = at_step(step, norm.dtype, self.sigmas, self.floor)
         window = push(memory, norm) if self.current else memory
-        mean, deviation = moments(self.ddof, window)
+        mean, deviation = mean_and_deviation(self.ddof, window)
         deviation = jnp.maximum(deviation, floor)
         limit = mean + multiple(sigmas, deviation)
         # With ddof 1 a deviation takes two norms, whatever the warmup is.
@@ -264,7 +264,7 @@ class WindowedMean(Rule):
         return limit, new_memory
 
 
-def moments(ddof: ArrayLike, window: Window) -> tuple[Array, Array]:
+def mean_and_deviation(ddof: ArrayLike, window: Window) -> tuple[Array, Array]:
     """Mean and standard deviation of the norms in a window.
 
     Both are taken of differences from one of the norms, divided by the largest

@@ -32,8 +32,7 @@ def test_a_count_beyond_int32_is_never_reached(name):
 
 def counters(state):
     """The integers of a state but for those of an inner one and of memories."""
-    (_, names), _ = state.ROWS
-    return {name: getattr(state, name) for name in names}
+    return {name: getattr(state, name) for name in state.ROWS.counts}
 
 
 def test_counters_of_steps_stay_at_their_largest_number():
