@@ -4,8 +4,10 @@ Notes say what the reader left out or decided.
 """
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import reduce
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
@@ -41,6 +43,8 @@ NO_STEPS = "There is no column of steps, so rows are counted, from 0."
 LARGEST_INTERVAL = 500
 # Of the rows, at least so many have an entry in a column of steps.
 LEAST_SHARE_OF_STEPS = 0.1
+# Commas between thousands. Without a point a comma may be a decimal one.
+THOUSANDS = r"[-+]?\d{1,3}(?:,\d{3})+\.\d+"
 # Names of columns of steps, the surest first.
 STEP_NAMES = (
     # Of optax.MultiSteps, where a row is written in every k-th step of the loop.
@@ -258,11 +262,14 @@ def _are_nulls_nan(entries: Sequence[Entry]) -> bool:
 
 
 def _number(cell: Any) -> float | None:
-    """The number in a cell, also in a text such as "NaN". None if it has no number."""
-    try:
+    """The number in a cell, also in a text such as "NaN" or "1,234.5". None if there is
+    none.
+    """
+    with suppress(TypeError, ValueError, OverflowError):
         return float(cell)
-    except (TypeError, ValueError, OverflowError):
-        return None
+    if isinstance(cell, str) and re.fullmatch(THOUSANDS, cell.strip()):
+        return float(cell.replace(",", ""))
+    return None
 
 
 def has_number(cells: Iterable[object]) -> bool:
