@@ -7,7 +7,6 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import reduce
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
@@ -265,11 +264,14 @@ def _number(cell: Any) -> float | None:
     """The number in a cell, also in a text such as "NaN" or "1,234.5". None if there is
     none.
     """
-    with suppress(TypeError, ValueError, OverflowError):
+    try:
         return float(cell)
-    if isinstance(cell, str) and re.fullmatch(THOUSANDS, cell.strip()):
-        return float(cell.replace(",", ""))
-    return None
+    except (TypeError, OverflowError):
+        return None
+    except ValueError:
+        if isinstance(cell, str) and re.fullmatch(THOUSANDS, cell.strip()):
+            return float(cell.replace(",", ""))
+        return None
 
 
 def has_number(cells: Iterable[object]) -> bool:

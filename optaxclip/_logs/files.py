@@ -283,13 +283,14 @@ def _dict_at(text: str, start: int) -> tuple[Row | None, int]:
     """The dict that begins with the brace at `start`, and where it ends. If the brace
     begins no dict, None and the next place.
     """
-    try:
-        return json.JSONDecoder().raw_decode(text, start)
-    except (json.JSONDecodeError, RecursionError):
-        # Python printed it. Dicts inside it hold no further dicts, and do not begin a
-        # line: that would be the next row.
-        dict_pattern = r"\{[^{}]*((?<!\n)\{[^{}]*\}[^{}]*)*\}"
-        printed = re.compile(dict_pattern).match(text, start)
+    # Python's quotes are not read as JSON: the error would count all lines before them.
+    if re.compile(r'\{\s*["}]').match(text, start):
+        with suppress(json.JSONDecodeError, RecursionError):
+            return json.JSONDecoder().raw_decode(text, start)
+    # Python printed it. Dicts inside it hold no further dicts, and do not begin a line:
+    # that would be the next row.
+    dict_pattern = r"\{[^{}]*((?<!\n)\{[^{}]*\}[^{}]*)*\}"
+    printed = re.compile(dict_pattern).match(text, start)
     if printed is None:
         return None, start + 1
     try:
