@@ -4,6 +4,7 @@ Notes say what the reader left out or decided.
 """
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
@@ -43,6 +44,8 @@ LARGEST_INTERVAL = 500
 LEAST_SHARE_OF_STEPS = 0.1
 # Names of the column that says which metric a row has, where each has its own row.
 NAMES_OF_METRIC = ("metric", "name", "key", "tag", "variable")
+# Commas between thousands. Without a point a comma may be a decimal one.
+THOUSANDS = r"[-+]?\d{1,3}(?:,\d{3})+\.\d+"
 # Names of columns of steps, the surest first.
 STEP_NAMES = (
     # Of optax.MultiSteps, where a row is written in every k-th step of the loop.
@@ -279,10 +282,16 @@ def _are_nulls_nan(entries: Sequence[Entry]) -> bool:
 
 
 def _number(cell: Any) -> float | None:
-    """The number in a cell, also in a text such as "NaN". None if it has no number."""
+    """The number in a cell, also in a text such as "NaN" or "1,234.5". None if there is
+    none.
+    """
     try:
         return float(cell)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, OverflowError):
+        return None
+    except ValueError:
+        if isinstance(cell, str) and re.fullmatch(THOUSANDS, cell.strip()):
+            return float(cell.replace(",", ""))
         return None
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .columns import Log, Notes, Row, flattened, has_number, log_from_rows
+from .columns import THOUSANDS, Log, Notes, Row, flattened, has_number, log_from_rows
 from .norms import loss_of, norms_of
 
 FORMATS_TEXT = (
@@ -283,13 +283,14 @@ def _dict_at(text: str, start: int) -> tuple[Row | None, int]:
     """The dict that begins with the brace at `start`, and where it ends. If the brace
     begins no dict, None and the next place.
     """
-    try:
-        return json.JSONDecoder().raw_decode(text, start)
-    except (json.JSONDecodeError, RecursionError):
-        # Python printed it. Dicts inside it hold no further dicts, and do not begin a
-        # line: that would be the next row.
-        dict_pattern = r"\{[^{}]*((?<!\n)\{[^{}]*\}[^{}]*)*\}"
-        printed = re.compile(dict_pattern).match(text, start)
+    # Python's quotes are not read as JSON: the error would count all lines before them.
+    if re.compile(r'\{\s*["}]').match(text, start):
+        with suppress(json.JSONDecodeError, RecursionError):
+            return json.JSONDecoder().raw_decode(text, start)
+    # Python printed it. Dicts inside it hold no further dicts, and do not begin a line:
+    # that would be the next row.
+    dict_pattern = r"\{[^{}]*((?<!\n)\{[^{}]*\}[^{}]*)*\}"
+    printed = re.compile(dict_pattern).match(text, start)
     if printed is None:
         return None, start + 1
     try:
@@ -433,7 +434,7 @@ def _pattern_of(column: str, label: str, lookbehind: str, text: str) -> str:
     # A simple number is tried first. Neither has the full stop at the end of a line.
     # Only the simple one takes the word "scale" in "loss scale 65536".
     simple_number = r"\S*\w"
-    number = r"(?i:[-+.]*(?:\d|nan|inf)[-+.\w]*)\b"
+    number = rf"(?:{THOUSANDS}\b|(?i:[-+.]*(?:\d|nan|inf)[-+.\w]*)\b)"
     # A step has digits alone: behind the "s" of "iterations" may stand a word.
     if column == "step":
         simple_number = r"\d+"
@@ -490,7 +491,7 @@ def _advice_for_text(pattern: str) -> str:
     give a --pattern.
     """
     if not pattern:
-        return f"{FORMATS_TEXT}. No line of this text names a loss or a norm."
+        return f"{FORMATS_TEXT}. No line of this text has a number behind loss or norm."
     return (
         "Such text needs a pattern (in Python: pattern=...), here --pattern "
         f"'{pattern}'"

@@ -16,10 +16,10 @@ NORM_PATTERNS = (
     # under a shorter name.
     r"(.* )?(raw|unclipped|total|global|pre clip) (gradient|grad) ?norm",
     # train/grad_norm, gnorm, grad_2.0_norm_total, grad_norm_before_clipping,
-    # l2_norm/grad/global
+    # l2_norm/grad/global, l2_grads
     r"(.* )?(gradients?|grads?|g) ?(l2|2 0|inf|global)? ?norm"
     r"( (total|global|all|l2|step|before|(before|pre) ?clip(ping)?( step)?))?"
-    r"|(.* )?(l2 norm grad global|(global|total) norm)",
+    r"|(.* )?(l2 norm grad global|l2 grads|(global|total) norm)",
     # skip/norm, norm
     r"(.* )?skip( \d+)?( .*)? norm",
     r"(train |training )?norm",

@@ -73,7 +73,7 @@ KNOWN = (
     "learning/raw_grad_norm l2_norm/grad/global grad/norm/total "
     "train/grad_2.0_norm_total grad_inf_norm_total grad_norm_before_clipping "
     "grad_norm(l2) total_norm train/grad_norm_step grad_norm_preclip "
-    "grad_norm_pre_clip_step"
+    "grad_norm_pre_clip_step l2_grads"
 )
 
 
