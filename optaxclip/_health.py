@@ -33,6 +33,8 @@ from .rules._memory import in_place
 CALL = "record_health"
 SIGNS_OF_WEIGHTS = ("weight_norm", "rounding")
 SIGNS_OF_VALUES = ("zeros", "subnormals", "nonfinite")
+# The share of dead rows in the first steps. NaN would raise under `jax_debug_nans`.
+UNKNOWN = np.float32(-np.inf)
 
 
 @exported
@@ -87,7 +89,7 @@ def record_health(
                              below 6.1e-5 in float16. Still smaller ones underflow
         health/nonfinite     how many elements are NaN or inf
         health/dead_rows     the share of the rows of an embedding without a gradient
-                             in the last `patience` steps. NaN in the first steps,
+                             in the last `patience` steps. -inf in the first steps,
                              until so many have passed
 
     Args:
@@ -162,7 +164,7 @@ def record_health(
                 name: jnp.zeros(len(leaf), jnp.int32)
                 for name, leaf in embedding_leaves.items()
             },
-            dead={name: jnp.full((), jnp.nan, jnp.float32) for name in embedding_names},
+            dead={name: jnp.full((), UNKNOWN) for name in embedding_names},
         )
 
     def update(
@@ -241,7 +243,7 @@ def _after_step(
     for name, leaf in embedding_leaves.items():
         idle[name] = _idle_steps(leaf, state.idle[name])
         share = jnp.mean(idle[name] >= patience, dtype=jnp.float32)
-        dead[name] = jnp.where(is_early, jnp.float32(jnp.nan), share)
+        dead[name] = jnp.where(is_early, UNKNOWN, share)
     new_state = HealthState(state_after(norms), signs, idle, dead)
     return jax.tree.map(in_place, new_state, state)
 

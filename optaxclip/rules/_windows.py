@@ -285,6 +285,8 @@ def mean_and_deviation(ddof: ArrayLike, window: Window) -> tuple[Array, Array]:
     quotients = differences / divisor
     mean_quotient = jnp.mean(quotients, axis=-1, keepdims=True, where=is_filled)
     variance = jnp.var(quotients, axis=-1, keepdims=True, where=is_filled)
+    # As a float: under strict promotion JAX multiplies no float with an integer.
+    count = count.astype(variance.dtype)
     # `count - ddof` is 0 for as many norms as ddof.
     variance = variance * count / jnp.maximum(count - ddof, 1)
     mean = anchor + largest * mean_quotient

@@ -169,8 +169,15 @@ def test_a_row_is_dead_after_steps_without_a_gradient():
             last[row] = step
         wanted.append(np.mean([step - x >= 3 for x in last]))
     # Before there were as many steps nobody knows.
-    assert np.isnan(seen[:2]).all()
+    assert seen[:2] == [-np.inf] * 2
     assert seen[2:] == wanted[2:] and max(wanted[2:]) == 0.5
+
+
+def test_the_first_steps_have_no_nan_for_debug_nans():
+    recorder = optaxclip.record_health(embeddings="t")
+    with jax.debug_nans(True):
+        state = recorded(recorder, {"t": jnp.ones(3)}, {"t": jnp.ones(3)}, steps=1)
+    assert found_in(state)["health/dead_rows/t"] == -np.inf
 
 
 # --------------------------------------------------------------------------- devices

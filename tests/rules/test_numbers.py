@@ -13,6 +13,7 @@ import pytest
 
 import optaxclip
 from optaxclip import clip_by_global_norm, rules
+from tests.rules.histories import RULES
 
 
 @pytest.mark.parametrize("rule", [rules.windowed_mean, rules.windowed_quantile])
@@ -26,6 +27,15 @@ def test_a_restored_window_goes_on_with_its_own_length(rule):
         _, kept = clipper(3).update(jnp.array([norm]), kept)
         _, other = clipper(5).update(jnp.array([norm]), other)
     jax.tree.map(np.testing.assert_array_equal, other, kept)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_work_under_strict_promotion(name):
+    clipper, weights = clip_by_global_norm(RULES[name][0]), jnp.ones(2)
+    with jax.numpy_dtype_promotion("strict"):
+        # Dtypes are promoted while JAX traces, so nothing is compiled.
+        state = jax.eval_shape(clipper.init, weights)
+        jax.eval_shape(clipper.update, weights, state, weights)
 
 
 @pytest.mark.parametrize("rule", [rules.windowed_mean, rules.windowed_quantile])
