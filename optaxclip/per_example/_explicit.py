@@ -34,7 +34,7 @@ class DeviceResult(NamedTuple):
     sums: list[Array]  # of the clipped gradients, for each parameter
     nonfinite: Any  # how many examples are broken
     examples: Any  # results of each example: arrays with a batch axis
-    static: Static  # what is known while JAX traces: the same on all devices
+    static: Any  # a `Static`, known while JAX traces: the same on all devices
 
 
 @jax.tree_util.register_static
