@@ -71,7 +71,7 @@ def check_step(
 
         - "replicated": data parallel, gradients above the limit, below it, and with a
           NaN on one device.
-        - "small_limit": as before, on four devices, with a limit of 1e-6.
+        - "small_limit": as "replicated", on four devices, with a limit of 1e-6.
         - "accumulated": as "replicated", in three micro-batches.
         - "fsdp": two leaves are split along "data", one is not.
         - "experts": one leaf is split along "expert", gradients are averaged along

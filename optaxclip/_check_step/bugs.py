@@ -241,8 +241,9 @@ def bug_of_norm(
 ) -> str:
     """The name of the first bug that gives the norms of a run on all devices.
 
-    If the norm over the right norm is the same number in all peers, one bug must give
-    the norms of all of them. If none does, gradients are "scaled".
+    The wrong norm divided by the right one may be the same number in all peers. Then
+    one bug must give the norms of all of them, and if none does, gradients are
+    "scaled".
     """
 
     def ratio(peer: Run) -> float:

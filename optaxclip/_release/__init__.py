@@ -75,8 +75,8 @@ def release(
         long.
       max_norm: the limit of the norm of all gradients: a number at least 0, a schedule,
         or a rule of `optaxclip.rules`. With one pass a rule is asked before the norm of
-        the step is known, with the norm of the step before (its limit, where that norm
-        is NaN or inf). None: no limit.
+        the step is known. It gets the norm of the step before, or the limit of that
+        step if the norm is NaN or inf. None: no limit.
       passes: how many backward passes a step takes, 1 or 2.
       trainable: which leaves are trained, as optax masks: True, a tree prefix of params
         with True and False, or a function from params to one. Leaves that are neither

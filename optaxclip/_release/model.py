@@ -89,13 +89,13 @@ class Model(NamedTuple):
             value, *aux = run_equations(self.program.jaxpr, inputs, run_if_stack)
             return (value, stack_entries, budget), aux
 
-        outputs, pull, aux = jax.vjp(
+        outputs, backward, aux = jax.vjp(
             loss, outer_weights, stack_entries, budget, has_aux=True
         )
         value, stack_entries, budget = outputs
         # The layer that runs last gets entries and budget as they are before the pass.
         cotangents = jnp.ones_like(value), stack_entries, budget
-        outer_grads, stack_entries, budget = pull(cotangents)
+        outer_grads, stack_entries, budget = backward(cotangents)
         value = self.program.structure.unflatten([value, *aux])
         return PassResult(value, outer_grads, stack_entries, budget)
 

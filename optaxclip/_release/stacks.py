@@ -126,8 +126,8 @@ class _Layer(NamedTuple):
         output_cotangents, entries, budget = cotangents
         layer_entries = layer_of(entries, self.slice_of_entry, layer_number)
         weights = {path: layer_entries[path] for path in self.stack.slice_of_leaf}
-        _, pull = jax.vjp(self.run_body, inputs, weights)
-        input_cotangents, grads = pull(output_cotangents)
+        _, backward_of_body = jax.vjp(self.run_body, inputs, weights)
+        input_cotangents, grads = backward_of_body(output_cotangents)
         new_entries, budget = self.update(constants, grads, layer_entries, budget)
         entries = dict(entries)
         for path, new in new_entries.items():

@@ -32,8 +32,9 @@ class StepClip(NamedTuple):
         """
         norm = self.state.norm
         norm = jnp.where(jnp.isfinite(norm), norm, self.state.limit)
-        # Before the first norm any norm is possible. It is finfo.max, since inf would
-        # count as broken. A rule without memory then returns no limit.
+        # Before the first step any norm is possible, and a rule is asked with the
+        # largest one. A rule that has seen no norm then returns no limit. inf would
+        # count as broken.
         largest = jnp.finfo(norm.dtype).max
         is_usable = jnp.isfinite(norm) & (norm > 0)
         return self._next_state(jnp.where(is_usable, norm, largest)).limit

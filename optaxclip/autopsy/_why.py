@@ -24,7 +24,7 @@ import numpy as np
 from .._checks import check_whole_number, shown
 from .._functions import is_function
 from .._norms import global_norm, tensor_norm
-from ._file import PyTree, by_name, load
+from ._file import PyTree, Step, by_name, load
 
 Loss = Callable[..., Any]
 
@@ -194,43 +194,7 @@ def why(
     recording = _recording(step.metrics)
     replay = _replay_of(loss, recording.quantity)
     wide_replay = _replay_of(wide or loss, recording.quantity)
-
-    repeats = []
-    for _ in range(3):
-        value, _ = replay(step.params, step.batch)
-        repeats.append(float(value))
-    wide_params, wide_batch = jax.tree.map(_at_least_float32, (step.params, step.batch))
-    # Matmuls of float32 have fewer digits by default on GPU and TPU.
-    with jax.default_matmul_precision("highest"):
-        wide_value, grads = wide_replay(wide_params, wide_batch)
-        examples = _examples(wide_replay, wide_params, wide_batch, int(microbatch))
-
-    not_told = []
-    if recording.value is None:
-        # A norm with a name of its own may be of a part, as in `optax.partition`.
-        not_told.append(
-            "chip: no norm of the whole gradient under skip/norm, spike/norm, "
-            "clip/norm_before or record/norm"
-        )
-    # The text of a program has the dtype of each variable: f16[8] or bf16[8].
-    if "f16[" in str(jax.make_jaxpr(wide_replay)(wide_params, wide_batch)):
-        not_told.append(
-            "dtype: the loss still computes in 16 bits, wide= takes one of float32"
-        )
-    if _example_count(wide_batch) == 0:
-        not_told.append("data: the arrays of the batch share no first axis with rows")
-    if not step.moments:
-        not_told.append(
-            "layer: without second moments of Adam only gradients that are not finite "
-            "stand out"
-        )
-    evidence = Evidence(
-        repeats=repeats,
-        in_float32=float(wide_value),
-        examples=examples,
-        tensors=_tensors(wide_params, grads, step.moments),
-        not_told=not_told,
-    )
+    evidence = _evidence(step, replay, wide_replay, int(microbatch))
     return _verdict(recording, evidence)
 
 
@@ -307,6 +271,44 @@ def _replay_of(loss: Loss, quantity: str) -> Replay:
         return jnp.where(jnp.isfinite(value), value, jnp.inf), grads
 
     return replay
+
+
+def _evidence(
+    step: Step, replay: Replay, wide_replay: Replay, microbatch: int
+) -> Evidence:
+    """Replays the step three times as it was, and then in float32: whole, and by its
+    examples.
+    """
+    repeats = []
+    for _ in range(3):
+        value, _ = replay(step.params, step.batch)
+        repeats.append(float(value))
+    params, batch = jax.tree.map(_at_least_float32, (step.params, step.batch))
+    # Matmuls of float32 have fewer digits by default on GPU and TPU.
+    with jax.default_matmul_precision("highest"):
+        wide_value, grads = wide_replay(params, batch)
+        examples = _examples(wide_replay, params, batch, microbatch)
+
+    not_told = []
+    # The text of a program has the dtype of each variable: f16[8] or bf16[8].
+    if "f16[" in str(jax.make_jaxpr(wide_replay)(params, batch)):
+        not_told.append(
+            "dtype: the loss still computes in 16 bits, wide= takes one of float32"
+        )
+    if _example_count(batch) == 0:
+        not_told.append("data: the arrays of the batch share no first axis with rows")
+    if not step.moments:
+        not_told.append(
+            "layer: without second moments of Adam only gradients that are not finite "
+            "stand out"
+        )
+    return Evidence(
+        repeats=repeats,
+        in_float32=float(wide_value),
+        examples=examples,
+        tensors=_tensors(params, grads, step.moments),
+        not_told=not_told,
+    )
 
 
 def _at_least_float32(leaf: Any) -> Any:
@@ -418,10 +420,16 @@ def _verdict(recording: Recording, evidence: Evidence) -> Verdict:
     value = recording.value
     examples = evidence.examples
     tensors = evidence.tensors
+    not_told = [*evidence.not_told]
+    if value is None:
+        # A norm with a name of its own may be of a part, as in `optax.partition`.
+        not_told.append(
+            "chip: no norm of the whole gradient under skip/norm, spike/norm, "
+            "clip/norm_before or record/norm"
+        )
     if recording.limit == math.inf and not math.isnan(examples.median):
         recording = recording._replace(limit=LIMIT_IN_MEDIANS * abs(examples.median))
     cause = _cause(recording, evidence)
-    not_told = [*evidence.not_told]
     if cause == "none" and recording.limit == math.inf:
         not_told.append(
             "any finite step counts as none, since neither a skip nor the norms of "

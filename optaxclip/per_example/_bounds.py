@@ -11,7 +11,7 @@ A clipped gradient is as long as the limit at most, but for rounding:
     change = excess + 2 (B - 1) r     one example changes the sum by at most 1 + change.
                                       The terms of all others may be rounded up with it
                                       and down without it
-    longest = B (1 + excess)          the sum is at most this long
+    norm_of_sum = B (1 + excess)      the norm of the sum is at most this
 
 How r is computed:
 
@@ -70,7 +70,7 @@ class Bounds(NamedTuple):
 
     excess: float = np.inf  # one example adds at most 1 + excess
     change: float = np.inf  # one example changes the sum by at most 1 + change
-    longest: float = np.inf  # the norm of the sum is at most this
+    norm_of_sum: float = np.inf  # the norm of the sum is at most this
     obstacle: str | None = None  # why nothing is proved, as a sentence
 
 
@@ -116,7 +116,7 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
     return Bounds(
         excess=excess,
         change=excess + 2 * (total_size - 1) * error_of_sum,
-        longest=total_size * (1 + excess),
+        norm_of_sum=total_size * (1 + excess),
     )
 
 

@@ -69,9 +69,15 @@ def checked_microbatch(call: str, microbatch: Any) -> int | None:
 
 
 def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
-    """The method that was asked for, or the faster one for "auto", and its width: by
-    the microbatch that was asked for, or one that fits into memory. One pass by name
-    takes the whole batch at once if no microbatch was asked for.
+    """How the gradients of a problem are clipped.
+
+    | method | takes | at once, without a microbatch |
+    |---|---|---|
+    | "ghost" | ghost clipping | what fits into memory |
+    | "one_pass" | one pass | the whole batch |
+    | "auto" | the one with the lower estimate | what fits into memory |
+
+    Convolutions may change both (`_method_for_convolutions`).
 
     Raises:
       ValueError: "ghost" for a loss that it cannot take, and the convolutions that
@@ -86,14 +92,14 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
                 'got "ghost".'
             )
     method, microbatch = _method_for_convolutions(problem, ghost, method, microbatch)
-    if ghost and method == "auto":
-        costs = costs_of(problem, ghost, microbatch)
-        if costs["ghost"] <= costs["one_pass"]:
-            method = "ghost"
-    if ghost and method == "ghost":
-        return Choice(_width_of_ghost(problem, ghost, microbatch), ghost)
     if method == "one_pass" and not microbatch:
         return Choice(problem.size)
+    is_ghost = method == "ghost"
+    if ghost and method == "auto":
+        costs = costs_of(problem, ghost, microbatch)
+        is_ghost = costs["ghost"] <= costs["one_pass"]
+    if ghost and is_ghost:
+        return Choice(_width_of_ghost(problem, ghost, microbatch), ghost)
     return Choice(_width_of_one_pass(problem, ghost, microbatch))
 
 
@@ -152,21 +158,19 @@ def _width_of_one_pass(
         return size
     # 8 * 2^18 float32 numbers on a CPU, 8 MB. 8 * 2^23 elsewhere, 256 MB
     most_numbers = 8 * numbers_without_loop()
-    leaves = jax.tree.leaves(problem.params)
     if not ghost:
-        gradient_size = sum(leaf.size for leaf in leaves)
-        fitting_width = most_numbers // max(gradient_size, 1)
+        fitting_width = most_numbers // max(problem.gradient_size, 1)
         return even_width(size, max(fitting_width, 1))
     gradient_size = 0
-    for leaf, plan in zip(leaves, ghost.plans):
+    for leaf, plan in zip(jax.tree.leaves(problem.params), ghost.plans):
         gradient_size += max(leaf.size, plan.kept_size)
     fitting_width = _fitting_width(size, gradient_size, ghost.captured_size)
     is_small = size * (gradient_size + ghost.captured_size) <= most_numbers
     total_work = work_of(problem.program)
     convolved_work = work_of(problem.program, has_convolution)
-    # Whether convolutions would take most of the time in a loop
-    is_convolved = CONVOLUTION_SLOWDOWN_IN_LOOP * convolved_work > total_work
-    if jax.default_backend() == "cpu" and not is_convolved and not is_small:
+    # Convolutions would take most of the time in a loop.
+    are_loops_slow = CONVOLUTION_SLOWDOWN_IN_LOOP * convolved_work > total_work
+    if jax.default_backend() == "cpu" and not are_loops_slow and not is_small:
         # A CPU is faster with as many gradients as fit its cache, a megabyte, and at
         # least 8. A transformer of 432,000 parameters took half as long with 8 examples
         # at once as with 16.
@@ -197,8 +201,7 @@ def costs_of(
     problem: Problem, ghost: GhostClipping | None, microbatch: int | None
 ) -> dict[str, float]:
     """The estimated time of each method, in times of the plain gradient."""
-    gradient_size = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
-    gradient_work = MULTIPLICATIONS_PER_NUMBER * gradient_size
+    gradient_work = MULTIPLICATIONS_PER_NUMBER * problem.gradient_size
     # All work is for one example. The loss runs forward, backward to its inputs, and
     # backward to its parameters. The plain gradient is written once for the batch.
     plain_work = 3 * work_of(problem.program) + gradient_work / problem.size
@@ -246,7 +249,7 @@ def _method_for_convolutions(
     # On all platforms: where a traced program runs is not known yet, and JAX with a GPU
     # has a CPU too. No GPU was tried.
     any_lets_nan_through = any(map(lets_nan_through, convolutions))
-    if not (may_be_split or any_lets_nan_through):
+    if not may_be_split and not any_lets_nan_through:
         return method, microbatch
     if ghost and not only_in_rules and not _makes_kernel_gradients(ghost):
         return "ghost", microbatch

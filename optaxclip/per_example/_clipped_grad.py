@@ -5,7 +5,6 @@ were clipped one by one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ from .._trees import PyTree
 from ..shrinks import Shrink, shrink_of
 from ._bounds import Bounds, bounds_of
 from ._choose import METHODS, checked_microbatch, choose
-from ._explicit import DeviceResult, on_each_device
+from ._explicit import DeviceResult, Static, on_each_device
 from ._limits import limits_of
 from ._passes import BatchRun
 from ._problem import Argnums, Problem, Signature, check_function
@@ -293,11 +292,7 @@ def clipped_grad(
         mesh_axes=mesh_axes,
     )
 
-    # Bounds are plain numbers, and shard_map returns arrays only.
-    def clip_on_device(
-        problem: Problem, bounds_of_devices: list[Bounds]
-    ) -> DeviceResult:
-        """Also appends the bounds, which are the same on all devices."""
+    def clip_on_device(problem: Problem) -> DeviceResult:
         # norms |g_i|, factors f_i = shrink(|g_i|, C) / |g_i|, by `factors_of_examples`
         # sums = sum_i f_i g_i / divisor, by `weighted_sum` or from cotangents
         problem = signature.traced(problem)
@@ -314,28 +309,26 @@ def clipped_grad(
         nonfinite = jnp.sum(
             problem.is_present & ~example_factors.is_counted, dtype=jnp.int32
         )
-        bounds_of_devices.append(bounds_of(problem, choice))
-        return DeviceResult(sums, nonfinite, (norms, factors, values, aux))
+        examples = norms, factors, values, aux
+        return DeviceResult(
+            sums, nonfinite, examples, Static(bounds_of(problem, choice))
+        )
 
     def grad_of_batch(*args: Any, mask: Any = None) -> ClippedGrad:
         problem = signature.problem_of(args, mask)
         groups = limits.groups_of(problem.params)
         problem = problem._replace(limits=limits, groups=groups)
-        divisor = None
         if mean:
             # Broken examples too. A batch that is all masked gives 0 / 1.
             divisor = jnp.maximum(jnp.sum(problem.is_present, dtype=jnp.int32), 1)
-            problem = problem._replace(divisor=divisor, is_sum=False)
-        bounds_of_devices: list[Bounds] = []
-        run_on_device = partial(clip_on_device, bounds_of_devices=bounds_of_devices)
-        sums, nonfinite, examples = on_each_device(run_on_device, problem)
+            problem = problem._replace(divisor=divisor)
+        sums, nonfinite, examples, static = on_each_device(clip_on_device, problem)
         norms, factors, values, aux = examples
         params, treedef = jax.tree.flatten(problem.params)
         if mean:
             sums = [x.astype(param.dtype) for x, param in zip(sums, params)]
-        sensitivity = None
-        longest = None
-        bounds = bounds_of_devices[0]
+        bounds: Bounds = static.value
+        example_limit = None
         if mean:
             obstacle = DIVISOR_CHANGES
         elif not private:
@@ -345,16 +338,18 @@ def clipped_grad(
         elif bounds.obstacle:
             obstacle = bounds.obstacle
         else:
-            joined_limit, obstacle = limits.joined_or_obstacle(bounds.longest)
-            if obstacle is None:
-                sensitivity = joined_limit * (1 + bounds.change) * ROUNDED_UP
-                longest = joined_limit * bounds.longest * ROUNDED_UP
+            example_limit, obstacle = limits.example_limit(bounds.norm_of_sum)
+        sensitivity = None
+        longest = None
+        if example_limit is not None:
+            sensitivity = example_limit * (1 + bounds.change) * ROUNDED_UP
+            longest = example_limit * bounds.norm_of_sum * ROUNDED_UP
         return ClippedGrad(
             grads=treedef.unflatten(sums),
             norms=norms,
             factors=factors,
             nonfinite=nonfinite,
-            divisor=divisor,
+            divisor=problem.divisor,
             values=values,
             aux=aux,
             sensitivity=sensitivity,

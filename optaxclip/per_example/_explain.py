@@ -19,7 +19,7 @@ from ._choose import (
     costs_of,
     ghost_or_obstacle,
 )
-from ._explicit import DeviceResult, on_each_device
+from ._explicit import DeviceResult, Static, on_each_device
 from ._problem import Argnums, Problem, Signature, check_function
 
 
@@ -174,24 +174,24 @@ def explain_clipped_grad(
     )
 
     def of_batch(*args: Any) -> Explanation:
-        explanations: list[Explanation] = []
-
-        def run_on_device(problem: Problem) -> DeviceResult:
-            explanations.append(explain_on_device(signature.traced(problem)))
-            return DeviceResult(jax.tree.leaves(problem.params), 0, ())
-
         def shape_or_none(x: Any) -> Any:
             return x if isinstance(x, jax.ShapeDtypeStruct) else None
 
-        def explain(arrays: PyTree) -> None:
+        def explain(arrays: PyTree) -> Static:
             problem = signature.problem_of(trees.put_back(arrays, args))
-            on_each_device(run_on_device, problem)
+            return on_each_device(explain_on_device, problem).static
 
         # As arguments shapes become traced arrays.
-        jax.eval_shape(explain, jax.tree.map(shape_or_none, args))
-        return explanations[0]
+        explanation = jax.eval_shape(explain, jax.tree.map(shape_or_none, args))
+        return explanation.value
 
-    def explain_on_device(problem: Problem) -> Explanation:
+    def explain_on_device(problem: Problem) -> DeviceResult:
+        # The gradients have the shapes of the parameters.
+        sums = jax.tree.leaves(problem.params)
+        explanation = explanation_of(signature.traced(problem))
+        return DeviceResult(sums, 0, (), Static(explanation))
+
+    def explanation_of(problem: Problem) -> Explanation:
         choice = choose(problem, method, microbatch)
         bounds = bounds_of(problem, choice)
         ghost = choice.ghost or ghost_or_obstacle(problem)[0]

@@ -10,8 +10,11 @@ clips its own examples in `shard_map`:
 Mesh axes that split something else, such as tensor parallel layers, stay Explicit.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +34,17 @@ class DeviceResult(NamedTuple):
     sums: list[Array]  # of the clipped gradients, for each parameter
     nonfinite: Any  # how many examples are broken
     examples: Any  # results of each example: arrays with a batch axis
+    static: Any  # a `Static`, known while JAX traces: the same on all devices
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True, eq=False)
+class Static:
+    """A value that is no array. It is part of the structure of a pytree, so that
+    shard_map and `jax.eval_shape` return it.
+    """
+
+    value: Any
 
 
 class MeshRoles(NamedTuple):
@@ -112,20 +126,16 @@ def on_each_device(
     def on_device(leaves: list[Array]) -> DeviceResult:
         problem_on_device = put_back(treedef.unflatten(leaves), problem)
         result = run(problem_on_device._replace(explicit_devices=devices))
-        nonfinite = lax.psum(result.nonfinite, roles.batch_axes)
-        return DeviceResult(
+        return result._replace(
             sums=list(map(roles.added_up, result.sums, sum_specs)),
-            nonfinite=nonfinite,
-            examples=result.examples,
+            nonfinite=lax.psum(result.nonfinite, roles.batch_axes),
         )
 
     run_on_all = jax.shard_map(
         on_device,
         mesh=roles.mesh,
         in_specs=(leaf_specs,),
-        out_specs=DeviceResult(
-            sums=sum_specs, nonfinite=P(), examples=roles.batch_spec
-        ),
+        out_specs=DeviceResult(sum_specs, P(), roles.batch_spec, static=P()),
         axis_names=roles.manual_axes,
     )
     result = run_on_all(list(map(roles.placed, leaves, leaf_specs)))

@@ -23,7 +23,7 @@ from .._factors import factor_between, shrunk_by, times_square
 from .._functions import is_function
 from .._mesh_types import varying
 from .._numbers import in_norm_dtype
-from .._prefixes import Prefix, lookup
+from .._prefixes import for_each_leaf
 from .._reduce import norms_of
 from .._specs import LeafSpec, NormPlan
 from .._trees import PyTree
@@ -36,10 +36,12 @@ Arrays = list[Array]
 # less, rounding is too large a part of it. Then the norm used for clipping is 1/16 of
 # sum |term|, longer than the true one.
 MAX_CANCELLATION = 16
-# Numbers below 1.2e-38 may be flushed to 0, and the bounds do not count that. They hold
-# for limits of at least 1e-5 and factors of at most 1e5 limits, where it is too little.
+# Numbers below 1.2e-38 may be flushed to 0, and the bounds do not count them. They are
+# too small to matter beside limits of at least 1e-5, and while no factor is above 1e5
+# limits.
 LEAST_LIMIT = 1e-5
-LARGEST_NUMBER = float(np.finfo(np.float32).max)
+MOST_FACTOR_PER_LIMIT = 1e5
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def limits_of(max_norm: PyTree, call: str, shrink: Shrink) -> Limits:
@@ -59,14 +61,11 @@ def limits_of(max_norm: PyTree, call: str, shrink: Shrink) -> Limits:
     limits, treedef = jax.tree.flatten_with_path(max_norm, is_leaf=is_limit)
     if not limits:
         raise ValueError(f"{argument} has no limit in it, got {shown(max_norm)}.")
-    groups = []
-    for group_index, (path, limit) in enumerate(limits):
+    for path, limit in limits:
         if limit is not None and not is_function(limit):
             argument_of_path = f"{argument} for {trees.path_name(path)!r}"
             check_limit(argument_of_path if path else argument, limit, is_scalar=True)
-        groups.append((path, group_index))
-    values = [limit for _, limit in limits]
-    return Limits(call, values, shrink, Prefix(tuple(groups)), treedef)
+    return Limits(call, [limit for _, limit in limits], shrink, treedef)
 
 
 class Limits(NamedTuple):
@@ -76,8 +75,7 @@ class Limits(NamedTuple):
     # For each group a number, a function of its norms, or None for no limit
     values: list[Any]
     shrink: Shrink
-    prefix: Prefix  # the path of each limit, and the index of its group
-    treedef: Any  # to give norms back as a tree like `max_norm`
+    treedef: Any  # of `max_norm`
 
     @property
     def needs_all_norms(self) -> bool:
@@ -88,7 +86,8 @@ class Limits(NamedTuple):
         """The index of the group of each parameter. Raises ValueError for limits that
         do not fit.
         """
-        return lookup(self.prefix, params, f"{self.call}: max_norm")
+        group_indices = self.treedef.unflatten(range(len(self.values)))
+        return for_each_leaf(group_indices, params, f"{self.call}: max_norm")
 
     def numbers_for(self, norms: Array, is_counted: Array) -> Array:
         """The limits as numbers [groups], for norms [batch, groups]."""
@@ -118,35 +117,35 @@ class Limits(NamedTuple):
         # Without an example there is no median.
         return jnp.where(jnp.any(is_counted), limit, 0)
 
-    def joined_or_obstacle(self, longest: float) -> tuple[Any, str | None]:
-        """The limit of the norm of one example over all groups, and None. Or inf, and
-        why nothing is proved of it, as a sentence. For traced limits only the run knows
-        what is proved: the limit is inf if nothing is.
+    def example_limit(self, norm_of_sum: float) -> tuple[Any, str | None]:
+        """The limit of the norm of one example over all groups, and None. Or None, and
+        why nothing is proved of the norm, as a sentence. For traced limits only the run
+        knows what is proved: the limit is inf if nothing is.
 
-        `longest`, from `Bounds`: the norm of the sum over the limit.
+        Args:
+          norm_of_sum: the most that the norm of the sum may be, in limits.
         """
-        # How many limits a shrink may multiply a gradient by. `over_limit` returns at
-        # most 1, and multiplies by at most 1 over the limit.
+        # `over_limit` returns at most 1, and multiplies by at most 1 over the limit.
         factor_per_limit = factor_per_limit_of(self.shrink)
-        if self.shrink is not over_limit and factor_per_limit > 1 / LEAST_LIMIT:
+        if self.shrink is not over_limit and factor_per_limit > MOST_FACTOR_PER_LIMIT:
             fault = "may return more than the limit"
             if is_ours(self.shrink):
                 fault = "may lengthen a small gradient by more than 1e5 limits"
-            return np.inf, (
+            return None, (
                 f"the shrink {shown(self.shrink)} {fault}. Take another one of "
                 "optaxclip.shrinks, such as hard."
             )
         if not any(limit is None for limit in self.values):
-            joined_limit = self._root_of_squares(longest)
-            if isinstance(joined_limit, Tracer) or joined_limit < np.inf:
-                return joined_limit, None
+            example_limit = self._root_of_squares(norm_of_sum)
+            if isinstance(example_limit, Tracer) or example_limit < np.inf:
+                return example_limit, None
         max_norm = self.treedef.unflatten(self.values)
-        return np.inf, (
+        return None, (
             f"max_norm must be 0 or at least {LEAST_LIMIT:g} for each parameter, and "
-            f"below {LARGEST_NUMBER / longest:.2g}, got {shown(max_norm)}."
+            f"below {LARGEST_FLOAT32 / norm_of_sum:.2g}, got {shown(max_norm)}."
         )
 
-    def _root_of_squares(self, longest: float) -> Any:
+    def _root_of_squares(self, norm_of_sum: float) -> Any:
         """The root of the sum of squares of all limits. inf where no bound follows."""
         is_traced = any(isinstance(limit, Tracer) for limit in self.values)
         # By NumPy: under jit `sensitivity` of dropin.jax_privacy must not be a tracer.
@@ -157,15 +156,15 @@ class Limits(NamedTuple):
         if self.shrink is over_limit:
             # What `over_limit` returns is at most 1.
             limits = xp.ones_like(limits)
-        joined_limit = xp.linalg.norm(limits)
+        example_limit = xp.linalg.norm(limits)
         # A difference of sums that are inf has no bound.
-        is_proved &= joined_limit < LARGEST_NUMBER / longest
+        is_proved &= example_limit < LARGEST_FLOAT32 / norm_of_sum
         if is_traced:
             # Squares, their sum and this product are wrong by less than 2^-23 for each
             # limit, and the root of a GPU or TPU by 2^-22.
-            rounded_up = joined_limit * (1 + (len(self.values) + 2) * 2.0**-23)
+            rounded_up = example_limit * (1 + (len(self.values) + 2) * 2.0**-23)
             return jnp.where(is_proved, rounded_up, jnp.inf)
-        return joined_limit if is_proved else np.inf
+        return example_limit if is_proved else np.inf
 
 
 def over_limit(norm: Array, limit: Array) -> Array:
@@ -175,22 +174,27 @@ def over_limit(norm: Array, limit: Array) -> Array:
     return hard(norm, limit) / limit
 
 
+class NormSource(NamedTuple):
+    """For each example an array whose norm is the norm of the gradient by a parameter:
+    the gradient, a smaller array, or the norm itself.
+    """
+
+    array: Array  # [example, ...]
+    # float[example]: a bound of sum |term|, where gradients are never made (norms by
+    # gram). The norm counts as at least 1 / MAX_CANCELLATION of it. None where the
+    # weighted sum adds whole gradients.
+    term_bounds: Array | None = None
+
+
 def factors_of_examples(
-    problem: Problem,
-    norm_arrays: Arrays,
-    is_present: Array,
-    term_bounds: Arrays | None = None,
+    problem: Problem, sources: list[NormSource], is_present: Array
 ) -> ExampleFactors:
-    """Norms and factors of gradients with a leading batch axis.
+    """Norms and factors of the examples of a batch.
 
     Args:
       problem: has the limits.
-      norm_arrays: for each parameter the gradients, or smaller arrays with the same
-        norms.
+      sources: of the norms, for each parameter.
       is_present: bool[batch], not masked.
-      term_bounds: an array [batch] for each parameter. Where gradients are never made
-        (norms by gram), an entry is an upper bound of sum |term| of that example. For
-        other parameters it is 0. None: 0 for all.
     """
     limits = problem.limits
     specs = []
@@ -202,9 +206,12 @@ def factors_of_examples(
         return jnp.stack(norms_of(plan, arrays))
 
     norms_of_batch = jax.vmap(norms_of_one, axis_size=is_present.size)
-    norms = norms_of_batch(norm_arrays)  # [batch, groups]
-    if term_bounds:
-        least_norms = norms_of_batch(lax.stop_gradient(term_bounds)) / MAX_CANCELLATION
+    norms = norms_of_batch([source.array for source in sources])  # [batch, groups]
+    bounds = [source.term_bounds for source in sources]
+    if any(x is not None for x in bounds):
+        no_terms = jnp.zeros(is_present.size, jnp.float32)
+        bounds = [no_terms if x is None else x for x in bounds]
+        least_norms = norms_of_batch(lax.stop_gradient(bounds)) / MAX_CANCELLATION
         norms = jnp.maximum(norms, least_norms.astype(norms.dtype))
     is_counted = is_present & jnp.all(jnp.isfinite(norms), axis=1)
     counted_norms = jnp.where(is_counted[:, None], norms, 0.0)
@@ -212,13 +219,14 @@ def factors_of_examples(
     limits_of_norms = jnp.broadcast_to(limits_of_groups, norms.shape)
     new_norms = shrunk_by(limits.shrink, counted_norms, limits_of_norms, problem.call)
     factor = factor_between(counted_norms, new_norms)
+    divisor = 1 if problem.is_sum else problem.divisor
     ones = jnp.ones_like(counted_norms[:, 0])
     return ExampleFactors(
         norms=jnp.where(is_present[:, None], norms, 0.0),
         roots=factor.root,
         reported=jnp.where(is_counted[:, None], factor.reported, 0.0),
         is_counted=is_counted,
-        inverse_divisor=ones / in_norm_dtype(norms.dtype, problem.divisor),
+        inverse_divisor=ones / in_norm_dtype(norms.dtype, divisor),
     )
 
 
@@ -236,11 +244,27 @@ class ExampleFactors(NamedTuple):
     is_counted: Array  # bool[batch]: is not masked, and has finite norms
     inverse_divisor: Array  # float[batch]: the same number for all examples
 
-    def weighted_sum(self, leaf: Array, group_index: int) -> Array:
-        """The sum over the batch of the gradients that count, times the factors of a
-        group, over the divisor, in float32 or wider.
+    def of_group(self, group_index: int) -> GroupFactors:
+        """The factors for the parameters of a group."""
+        roots = self.roots[:, group_index]
+        return GroupFactors(self.is_counted, roots, self.inverse_divisor)
+
+
+class GroupFactors(NamedTuple):
+    """What gradients by the parameters of a group are multiplied by:
+    root * root * inverse_divisor. A root stays in the range of its dtype where its
+    square would leave it.
+    """
+
+    is_counted: Array  # bool[batch]
+    roots: Array  # float[batch]
+    inverse_divisor: Array  # float[batch]
+
+    def weighted_sum(self, leaf: Array) -> Array:
+        """The sum over the batch of the gradients by a parameter that count, times
+        their factors, over the divisor, in float32 or wider.
         """
-        root = along_batch(self.roots[:, group_index], leaf)
+        root = along_batch(self.roots, leaf)
         is_counted = along_batch(self.is_counted, leaf)
         wide = np.promote_types(leaf.dtype, root.dtype)
         # Selected, since 0 times NaN is NaN.

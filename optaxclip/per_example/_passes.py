@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from .._mesh_types import varying_as_any_of
 from .._trees import PyTree
-from ._limits import Arrays, ExampleFactors, factors_of_examples
+from ._limits import Arrays, ExampleFactors, NormSource, factors_of_examples
 from ._problem import Problem
 
 # (is_present, *examples) -> (terms of a sum, results of each example)
@@ -68,8 +68,11 @@ class BatchRun(NamedTuple):
             # Without this barrier XLA on a CPU would also write to memory the float64
             # squares of the gradients, which only the norms need.
             grads = written_to_memory(grads)
-            factors = factors_of_examples(self.problem, grads, is_present)
-            sums = list(map(factors.weighted_sum, grads, self.problem.groups))
+            sources = [NormSource(leaf) for leaf in grads]
+            factors = factors_of_examples(self.problem, sources, is_present)
+            sums = []
+            for leaf, group_index in zip(grads, self.problem.groups):
+                sums.append(factors.of_group(group_index).weighted_sum(leaf))
             return sums, ExampleResults(factors, values, aux)
 
         return self.run_steps(step)

@@ -39,7 +39,7 @@ class Problem(NamedTuple):
     | fields | set by |
     |---|---|
     | call, loss, params, batch, is_present, shared | `Signature.problem_of` |
-    | limits, groups, divisor, is_sum | `clipped_grad` |
+    | limits, groups, divisor | `clipped_grad` |
     | explicit_devices | `on_each_device`, on a mesh with Explicit axes |
     | axes_of_params, batch_axes, program, result_types, gradient | `Signature.traced` |
     """
@@ -55,8 +55,7 @@ class Problem(NamedTuple):
     axes_of_params: Sequence[AxisNames] = ()
     limits: Any = None  # `Limits`, of `max_norm`. None in `explain_clipped_grad`
     groups: Sequence[int] = ()  # for each parameter, the index of its limit
-    divisor: Any = 1  # of the sum of the clipped gradients
-    is_sum: bool = True  # False: a mean
+    divisor: Any = None  # of the sum of the clipped gradients. None: a sum, no mean
     explicit_devices: int = 1  # how many devices of an Explicit mesh share the batch
     # Inside shard_map and pmap: the mesh axes along which examples differ
     batch_axes: AxisNames = ()
@@ -70,6 +69,16 @@ class Problem(NamedTuple):
     def size(self) -> int:
         """How many examples are in the batch of this device, masked ones too."""
         return self.is_present.size
+
+    @property
+    def gradient_size(self) -> int:
+        """How many numbers a gradient has."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the clipped gradients are added up, and not averaged."""
+        return self.divisor is None
 
     @property
     def has_symbolic_sizes(self) -> bool:

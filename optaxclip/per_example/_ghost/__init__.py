@@ -39,11 +39,10 @@ from jax import Array
 
 from ..._jaxpr import has_backward_rule
 from ..._mesh_types import varying
-from .._limits import Arrays, ExampleFactors, factors_of_examples
+from .._limits import Arrays, ExampleFactors, NormSource, factors_of_examples
 from .._passes import BatchRun, ExampleResults, written_to_memory
 from .._problem import Problem
 from ._capture import CapturedOfSites, at_sites, capture
-from ._norms import NormSource
 from ._plans import GradientPlan, LeafPlan, OuterProductPlan, UnusedPlan, plans_of
 from ._sites import Site, SplitProgram, split_loss
 from ._values import WideValues, bind, over_turns, widened
@@ -86,10 +85,8 @@ class GhostClipping:
             batch = jax.tree.leaves(examples)
             outputs, captured = capture(self.split_program, self.params, batch)
             sources = self._norm_sources(captured, is_present)
-            arrays = [source.array for source in sources]
-            term_bounds = [source.term_bounds for source in sources]
-            factors = factors_of_examples(run.problem, arrays, is_present, term_bounds)
-            sums = self._weighted_sums(run, captured, arrays, factors)
+            factors = factors_of_examples(run.problem, sources, is_present)
+            sums = self._weighted_sums(run, captured, sources, factors)
             values, aux = jax.tree.unflatten(self.out_tree, outputs)
             return sums, ExampleResults(factors, values, aux)
 
@@ -107,8 +104,7 @@ class GhostClipping:
             if isinstance(plan, OuterProductPlan):
                 source = plan.norm_source(captured, is_present)
             else:
-                gradient = gradients.get(param_index, no_gradient)
-                source = NormSource.without_term_bounds(gradient)
+                source = NormSource(gradients.get(param_index, no_gradient))
             sources.append(source)
         return sources
 
@@ -167,7 +163,7 @@ class GhostClipping:
         self,
         run: BatchRun,
         captured: CapturedOfSites,
-        norm_arrays: Arrays,
+        sources: list[NormSource],
         factors: ExampleFactors,
     ) -> Arrays:
         """The sum over examples of gradients times factors, in float32 or wider."""
@@ -186,9 +182,8 @@ class GhostClipping:
                 continue
             total = plan.weighted_sum(
                 captured,
-                norm_arrays[param_index],
-                factors,
-                run.problem.groups[param_index],
+                sources[param_index].array,
+                factors.of_group(run.problem.groups[param_index]),
             )
             is_counted = _after(total, factors.is_counted)
             factors = factors._replace(is_counted=is_counted)

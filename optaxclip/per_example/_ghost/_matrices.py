@@ -94,12 +94,12 @@ class Matrix(NamedTuple):
         return self.site.name == "conv_general_dilated"
 
     @property
-    def rows_and_columns(self) -> tuple[int, int]:
-        """How many rows and columns it has in its form."""
+    def shape(self) -> MatrixShape:
+        """Its shape in its form, before it is transposed."""
         form = self.form
         rows = size_along(self.operand.shape, form.rows)
         columns = size_along(self.operand.shape, form.columns) // form.feature_groups
-        return rows, columns
+        return MatrixShape(self.operand.size // (rows * columns), rows, columns)
 
     @property
     def positions(self) -> int:
@@ -133,7 +133,7 @@ class Matrix(NamedTuple):
     def value(self, values: WideValues) -> Array:
         """The operand as [stack, rows, columns]."""
         form = self.form
-        rows, columns = self.rows_and_columns
+        _, rows, columns = self.shape
 
         def matrices_of(operand: Array) -> Array:
             order = (*form.stack, *form.rows, *form.columns)

@@ -20,7 +20,7 @@ from jax import Array, lax
 from ..._platforms import per_platform
 from ..._reduce import norms_of
 from ..._specs import LeafSpec, NormPlan
-from .._limits import MAX_CANCELLATION
+from .._limits import MAX_CANCELLATION, NormSource
 from ._forms import OuterProducts
 
 # A product f * c that is too small becomes 0. Beside an input |a| >= 2^104 the lost
@@ -35,23 +35,6 @@ MAX_CANCELLATION_IN_MEANS = 256
 BATCHED_POSITION_AXIS = 2
 # GPU and TPU would round the factors of a product to fewer bits otherwise.
 HIGHEST = lax.Precision.HIGHEST
-
-
-class NormSource(NamedTuple):
-    """For each example an array whose norm is the norm of the gradient by a parameter:
-    the gradient, a smaller array, or the norm itself.
-    """
-
-    array: Array  # [example, ...]
-    # float[example]: bound of sum |a_t| |c_t|, if the weighted sum adds terms. 0 if it
-    # adds whole gradients. The norm counts as at least 1 / MAX_CANCELLATION of it.
-    term_bounds: Array
-
-    @staticmethod
-    def without_term_bounds(array: Array) -> "NormSource":
-        """The source of a norm that needs no bound of its terms."""
-        no_bounds = jnp.zeros(len(array), jnp.float32)
-        return NormSource(array, no_bounds)
 
 
 def _norm(array: Array) -> Array:
@@ -80,6 +63,11 @@ def norms_of_products(outer: OuterProducts) -> Array:
     a_norms = _norms_of_vectors(a)
     c_norms = _norms_of_vectors(c)
     # |G| = |a c'| = |a| |c|: Goodfellow, 2015
+    return _products_of_norms(a_norms, c_norms)
+
+
+def _products_of_norms(a_norms: Array, c_norms: Array) -> Array:
+    """|a| |c|, or inf beside an input that is too large."""
     is_too_large = (c_norms != 0) & (a_norms >= LARGEST_INPUT)
     return jnp.where(is_too_large, jnp.inf, a_norms * c_norms)
 
@@ -210,9 +198,7 @@ def _term_bounds(terms: GramTerms) -> Array:
     """The bound of each gradient, sum_t |a_t| |c_t|. Of a stack the norm of the bounds
     of its matrices.
     """
-    term_norms = terms.a_norms * terms.c_norms
-    is_too_large = terms.has_part & (terms.a_norms >= LARGEST_INPUT)
-    term_norms = jnp.where(is_too_large, jnp.inf, term_norms)
+    term_norms = _products_of_norms(terms.a_norms, terms.c_norms)
     return _norms_along_batch(jnp.sum(term_norms, -1))
 
 

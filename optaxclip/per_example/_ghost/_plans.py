@@ -27,13 +27,12 @@ from jax import Array
 
 from ..._mesh_types import varying, varying_as_any_of
 from .. import _passes as passes
-from .._limits import ExampleFactors
+from .._limits import GroupFactors, NormSource
 from ._capture import CapturedOfSites, at_sites
 from ._forms import FORMS, OuterProducts
 from ._matrices import Matrix, MatrixShape, Operand, matrices_at
 from ._norms import (
     HIGHEST,
-    NormSource,
     gradients_of,
     joined,
     norms_by_gram,
@@ -41,7 +40,7 @@ from ._norms import (
     sums_of_rows,
 )
 from ._sites import Site
-from ._weighted_sums import SplitFactors, terms_of_sum
+from ._weighted_sums import terms_of_sum
 
 
 @dataclass(frozen=True)
@@ -58,21 +57,12 @@ class LeafPlan:
         return 0
 
     @property
-    def temporaries(self) -> int:
-        """How many numbers are made of one example, and dropped."""
-        return 0
-
-    @property
     def extra_work(self) -> int:
         """About how many multiplications it takes that a plain gradient does not."""
         return 0
 
     def weighted_sum(
-        self,
-        captured: CapturedOfSites,
-        norm_array: Array,
-        factors: ExampleFactors,
-        limit_group: int,
+        self, captured: CapturedOfSites, norm_array: Array, factors: GroupFactors
     ) -> Array:
         """The sum of f G over examples, in float32 or wider.
 
@@ -80,9 +70,8 @@ class LeafPlan:
           captured: the arrays of all sites.
           norm_array: of the source of the norms. Here it has the gradients.
           factors: f, and which examples count.
-          limit_group: the index of the limit of the parameter.
         """
-        return factors.weighted_sum(norm_array, limit_group)
+        return factors.weighted_sum(norm_array)
 
 
 @dataclass(frozen=True)
@@ -111,7 +100,6 @@ class OuterProductPlan(LeafPlan, ABC):
 
     param: Array
     matrices: list[Matrix]
-    matrix_shape: MatrixShape
     # Whether norms are upper bounds, and sums have the precision that the proof of
     # `../_bounds` counts on. That takes longer. False for a mean.
     is_bounded: bool
@@ -121,12 +109,18 @@ class OuterProductPlan(LeafPlan, ABC):
         """The arrays whose norms are |G|, from the outer products of each matrix."""
 
     @property
+    def matrix_shape(self) -> MatrixShape:
+        return self.matrices[0].shape
+
+    @property
     def positions(self) -> int:
         return sum(matrix.positions for matrix in self.matrices)
 
     @property
     def temporaries(self) -> int:
-        """The numbers of all patches of a convolution. Each patch is written twice."""
+        """How many numbers are made of one example, and dropped. Here those of all
+        patches of a convolution, each of which is written twice.
+        """
         if not self.matrices[0].is_convolution:
             return 0
         stack, rows, _ = self.matrix_shape
@@ -184,21 +178,14 @@ class SummedPlan(OuterProductPlan):
         return sys.maxsize
 
     def weighted_sum(
-        self,
-        captured: CapturedOfSites,
-        norm_array: Array,
-        factors: ExampleFactors,
-        limit_group: int,
+        self, captured: CapturedOfSites, norm_array: Array, factors: GroupFactors
     ) -> Array:
         """The sum of f G over examples, as [stack, rows, columns]."""
         captured_of_param = at_sites(captured, self.sites)
         is_counted = factors.is_counted
-        roots = factors.roots[:, limit_group]
-        split_factors = SplitFactors(roots, factors.inverse_divisor)
-        dtype = np.promote_types(self.param.dtype, roots.dtype)
+        dtype = np.promote_types(self.param.dtype, factors.roots.dtype)
         zeros = jnp.zeros(self.matrix_shape, dtype)
         zeros = varying_as_any_of(zeros, (captured_of_param, self.param, is_counted))
-        positions_at_once = min(self.positions, self.terms_at_once)
         examples_at_once = max(self.terms_at_once // self.positions, 1)
         # The patches of all images may take more memory than all captured arrays.
         if self.matrices[0].is_convolution:
@@ -209,8 +196,10 @@ class SummedPlan(OuterProductPlan):
             is_counted: Array,
             captured: CapturedOfSites,
             norm_array: Array,
-            split_factors: SplitFactors,
+            factors: GroupFactors,
         ) -> tuple[Array, None]:
+            # Examples that only fill up a microbatch do not count.
+            factors = factors._replace(is_counted=is_counted)
             terms = []
             for matrix, outer in self._products_to_sum(captured, norm_array):
                 # A proof counts roundings of float32. The loss may leave the precision
@@ -218,10 +207,9 @@ class SummedPlan(OuterProductPlan):
                 precision = HIGHEST if self.is_bounded else matrix.precision
                 terms += terms_of_sum(
                     outer,
-                    is_counted,
-                    split_factors,
+                    factors,
                     zeros=zeros,
-                    positions_at_once=positions_at_once,
+                    positions_at_once=self.terms_at_once,
                     precision=precision,
                 )
             return passes.KahanSum.of(terms), None
@@ -230,8 +218,8 @@ class SummedPlan(OuterProductPlan):
             step,
             passes.KahanSum(zeros, zeros),
             is_counted,
-            batch=(captured_of_param, norm_array, split_factors),
-            max_width=min(examples_at_once, is_counted.size),
+            batch=(captured_of_param, norm_array, factors),
+            max_width=examples_at_once,
             add=passes.KahanSum.plus,
         )
         return kahan_sum.total
@@ -256,7 +244,7 @@ class ProductPlan(SummedPlan):
 
     def _norm_source_from(self, products: list[OuterProducts]) -> NormSource:
         (outer,) = products
-        return NormSource.without_term_bounds(norms_of_products(outer))
+        return NormSource(norms_of_products(outer))
 
 
 @dataclass(frozen=True)
@@ -272,7 +260,7 @@ class RowsPlan(SummedPlan):
     def _norm_source_from(self, products: list[OuterProducts]) -> NormSource:
         # Written, since the weighted sum reads them as well.
         sums = passes.written_to_memory(sums_of_rows(products))
-        return NormSource.without_term_bounds(sums)
+        return NormSource(sums)
 
     def _products_to_sum(
         self, captured: CapturedOfSites, norm_array: Array
@@ -332,7 +320,7 @@ class MatrixPlan(OuterProductPlan):
     def _norm_source_from(self, products: list[OuterProducts]) -> NormSource:
         # Written, since the weighted sum reads them as well.
         gradients = passes.written_to_memory(gradients_of(products, self.matrix_shape))
-        return NormSource.without_term_bounds(gradients)
+        return NormSource(gradients)
 
 
 def plans_of(
@@ -367,10 +355,8 @@ def _plan_of(param: Array, operands: list[Operand], is_bounded: bool) -> LeafPla
         matrices = matrices_at(operands)
     if not matrices:
         return GradientPlan(sites, _gradient_size(param, operands))
-    rows, columns = matrices[0].rows_and_columns
-    matrix_shape = MatrixShape(param.size // (rows * columns), rows, columns)
-    plan_class = _cheapest_plan_class(matrices, matrix_shape)
-    return plan_class(sites, param, matrices, matrix_shape, is_bounded)
+    plan_class = _cheapest_plan_class(matrices)
+    return plan_class(sites, param, matrices, is_bounded)
 
 
 def _gradient_size(param: Array, operands: list[Operand]) -> int:
@@ -395,9 +381,7 @@ def _is_sum_over_devices(param: Array, sites: list[Site]) -> bool:
     return not mesh_axes <= varying(param)
 
 
-def _cheapest_plan_class(
-    matrices: list[Matrix], shape: MatrixShape
-) -> type[OuterProductPlan]:
+def _cheapest_plan_class(matrices: list[Matrix]) -> type[OuterProductPlan]:
     """The plan that takes the fewest multiplications."""
     if all(matrix.is_lookup for matrix in matrices):
         return RowsPlan
@@ -405,6 +389,7 @@ def _cheapest_plan_class(
     if positions == 1:
         return ProductPlan
     # For each matrix of the stack and each position
-    work_of_gram = positions * (shape.rows + shape.columns)
-    work_of_matrix = shape.rows * shape.columns
+    _, rows, columns = matrices[0].shape
+    work_of_gram = positions * (rows + columns)
+    work_of_matrix = rows * columns
     return GramPlan if work_of_gram <= work_of_matrix else MatrixPlan

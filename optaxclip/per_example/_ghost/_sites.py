@@ -71,6 +71,7 @@ class Site(NamedTuple):
     def captured_size(self) -> int:
         """How many numbers are captured of it in one example."""
         types = self.tapped_types
+        # The derivative of a sum reads no data, so XLA drops them.
         if self.name not in SUMS:
             types += self.data_types
         return math.prod(self.scan_lengths) * sum(x.size for x in types)
@@ -180,8 +181,10 @@ class _Splitter:
         for var, origin in zip(variables, origins):
             self.origins_by_id[id(var)] = origin
 
-    def in_origins(self, eqn: JaxprEqn, flow: Flow) -> list[Origin]:
-        """The origins of inputs, without parameters where no backward pass arrives."""
+    def origins_of_inputs(self, eqn: JaxprEqn, flow: Flow) -> list[Origin]:
+        """The origins of the inputs of an equation, without parameters where no
+        backward pass arrives.
+        """
         origins = []
         for atom, is_reached in zip(eqn.invars, flow.to_inputs):
             origin = self.origin_of(atom)
@@ -193,7 +196,7 @@ class _Splitter:
     def add_equation(self, eqn: JaxprEqn, flow: Flow) -> None:
         """Adds the step of an equation. It may be a site, or a body to enter."""
         name = eqn.primitive.name
-        in_origins = self.in_origins(eqn, flow)
+        in_origins = self.origins_of_inputs(eqn, flow)
         has_params = any(origin.param_indices for origin in in_origins)
         has_data = any(origin.is_data for origin in in_origins)
         is_site = has_params and (has_data or _jaxpr.has_backward_rule(eqn))
@@ -234,7 +237,7 @@ class _Splitter:
         self.turn_into_data(eqn.invars[carry], flow.to_inputs[carry])
         # Read after that. A parameter may be a carry and another input of the scan. If
         # it were not data in both, its cotangent would be counted twice.
-        in_origins = self.in_origins(eqn, flow)
+        in_origins = self.origins_of_inputs(eqn, flow)
         scan_depth = len(self.scan_lengths)
         slices = [_slice(origin, scan_depth) for origin in in_origins[carry_end:]]
         origins_in_turn = [

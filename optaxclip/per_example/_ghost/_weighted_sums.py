@@ -5,33 +5,21 @@
 It is a matrix product of a and f c.
 """
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from ..._factors import times_square
-from .._limits import along_batch
+from .._limits import GroupFactors, along_batch
 from ._forms import OuterProducts
 
 # Of `lax.dot_general`, for both factors or for each
 Precision = lax.Precision | tuple[lax.Precision, lax.Precision] | None
 
 
-class SplitFactors(NamedTuple):
-    """The factors of examples, f = root * root * inverse_divisor. A root stays in the
-    range of its dtype where f would leave it.
-    """
-
-    roots: Array  # float32[example]
-    inverse_divisors: Array  # float32[example]: 1 over the divisor of the sum
-
-
 def terms_of_sum(
     outer: OuterProducts,
-    is_counted: Array,
-    factors: SplitFactors,
+    factors: GroupFactors,
     *,
     zeros: Array,
     positions_at_once: int,
@@ -41,7 +29,7 @@ def terms_of_sum(
     `positions_at_once` positions of each. All are like `zeros`, [stack, rows, columns].
     """
     terms = []
-    for a, c in _weighted(outer, is_counted, factors, zeros.dtype):
+    for a, c in _weighted(outer, factors, zeros.dtype):
         positions = a.shape[2]
         for start in range(0, positions, positions_at_once):
             block = slice(start, start + positions_at_once)
@@ -51,22 +39,22 @@ def terms_of_sum(
 
 
 def _weighted(
-    outer: OuterProducts, is_counted: Array, factors: SplitFactors, dtype: np.dtype
+    outer: OuterProducts, factors: GroupFactors, dtype: np.dtype
 ) -> list[OuterProducts]:
     """Outer products a_t (f c_t)', 0 in examples that do not count. For bfloat16 there
     are two, whose sum it is.
     """
     a, c = outer
     # Selected, since 0 times NaN is NaN.
-    a = jnp.where(along_batch(is_counted, a), a, 0)
-    c = jnp.where(along_batch(is_counted, c), c, 0)
+    a = jnp.where(along_batch(factors.is_counted, a), a, 0)
+    c = jnp.where(along_batch(factors.is_counted, c), c, 0)
     weighted_c = times_square(c.astype(dtype), along_batch(factors.roots, c))
     # A factor above 1 may make inf of a cotangent, and beside an input of 0 that would
     # be NaN. Cut, it only makes the example shorter, since the norm of so large numbers
     # counts no cancellation (docs/numerics.md).
     largest = jnp.finfo(dtype).max
     weighted_c = jnp.clip(weighted_c, -largest, largest)
-    weighted_c *= along_batch(factors.inverse_divisors, c).astype(dtype)
+    weighted_c *= along_batch(factors.inverse_divisor, c).astype(dtype)
     is_bfloat16 = a.dtype == c.dtype == jnp.bfloat16
     if is_bfloat16 and weighted_c.dtype == np.float32:
         # As fast on a GPU and a TPU as one product that gives bfloat16.
