@@ -35,55 +35,56 @@ Example:
 
 import typing as _typing
 
-# `as` tells type checkers that a name is public.
-from . import _foreign_names
 from . import rules as rules
 from . import shrinks as shrinks
+
+# `as` tells type checkers that a name is public.
+from ._arguments import foreign_names as _foreign_names
 from ._backward import clip_cotangent as clip_cotangent
 from ._backward import scale_cotangent as scale_cotangent
-from ._clippers._by_norm import clip_by_average_norm as clip_by_average_norm
-from ._clippers._by_norm import clip_by_block_rms as clip_by_block_rms
-from ._clippers._by_norm import clip_by_global_norm as clip_by_global_norm
-from ._clippers._by_norm import clip_by_group_norm as clip_by_group_norm
-from ._clippers._by_norm import clip_by_tensor_norm as clip_by_tensor_norm
-from ._clippers._by_norm import clip_by_tensor_rms as clip_by_tensor_rms
-from ._clippers._by_norm import clip_by_unitwise_norm as clip_by_unitwise_norm
-from ._clippers._by_value import clip as clip
-from ._clippers._by_value import clip_by_value as clip_by_value
-from ._clippers._by_weights import adaptive_grad_clip as adaptive_grad_clip
-from ._clippers._by_weights import clippy as clippy
-from ._clippers._by_weights import larc as larc
-from ._clippers._clip_by import clip_by as clip_by
-from ._clippers._clip_by import clip_grads as clip_grads
-from ._clippers._learned import adagc as adagc
-from ._clippers._learned import adagn as adagn
-from ._clippers._learned import aggc as aggc
-from ._clippers._learned import autoclip as autoclip
-from ._clippers._learned import zclip as zclip
-from ._clippers._qk_clip import Heads as Heads
-from ._clippers._qk_clip import qk_clip as qk_clip
-from ._clippers._recorders import record_norm as record_norm
-from ._clippers._recorders import record_spikes as record_spikes
-from ._clippers._spam import adaclip as adaclip
-from ._clippers._spam import reset_momentum as reset_momentum
-from ._clippers._spam import spam as spam
-from ._clippers._spectral import clip_by_spectral_norm as clip_by_spectral_norm
-from ._clippers._spectral import spectral_norm as spectral_norm
+from ._clippers.by_norm import clip_by_average_norm as clip_by_average_norm
+from ._clippers.by_norm import clip_by_block_rms as clip_by_block_rms
+from ._clippers.by_norm import clip_by_global_norm as clip_by_global_norm
+from ._clippers.by_norm import clip_by_group_norm as clip_by_group_norm
+from ._clippers.by_norm import clip_by_tensor_norm as clip_by_tensor_norm
+from ._clippers.by_norm import clip_by_tensor_rms as clip_by_tensor_rms
+from ._clippers.by_norm import clip_by_unitwise_norm as clip_by_unitwise_norm
+from ._clippers.by_value import clip as clip
+from ._clippers.by_value import clip_by_value as clip_by_value
+from ._clippers.by_weights import adaptive_grad_clip as adaptive_grad_clip
+from ._clippers.by_weights import clippy as clippy
+from ._clippers.by_weights import larc as larc
+from ._clippers.clip_by import clip_by as clip_by
+from ._clippers.clip_by import clip_grads as clip_grads
+from ._clippers.health import record_health as record_health
+from ._clippers.learned import adagc as adagc
+from ._clippers.learned import adagn as adagn
+from ._clippers.learned import aggc as aggc
+from ._clippers.learned import autoclip as autoclip
+from ._clippers.learned import zclip as zclip
+from ._clippers.qk_clip import Heads as Heads
+from ._clippers.qk_clip import qk_clip as qk_clip
+from ._clippers.recorders import record_norm as record_norm
+from ._clippers.recorders import record_spikes as record_spikes
+from ._clippers.spam import adaclip as adaclip
+from ._clippers.spam import reset_momentum as reset_momentum
+from ._clippers.spam import spam as spam
+from ._clippers.spectral import clip_by_spectral_norm as clip_by_spectral_norm
+from ._clippers.spectral import spectral_norm as spectral_norm
+from ._devices.mesh import check_replicated as check_replicated
 from ._factors import rescale as rescale
-from ._health import record_health as record_health
-from ._mesh import check_replicated as check_replicated
-from ._metrics import metrics as metrics
-from ._norms import global_norm as global_norm
-from ._norms import group_norm as group_norm
-from ._norms import tensor_norm as tensor_norm
-from ._norms import unitwise_norm as unitwise_norm
-from ._state import ClipState as ClipState
-from ._wrappers._carry import carry_clipped as carry_clipped
-from ._wrappers._constrain import constrain as constrain
-from ._wrappers._skipping import SkipState as SkipState
-from ._wrappers._skipping import skip_nonfinite as skip_nonfinite
-from ._wrappers._skipping import skip_spikes as skip_spikes
-from ._wrappers._skipping import skip_step as skip_step
+from ._metrics.metrics import metrics as metrics
+from ._norms.norms import global_norm as global_norm
+from ._norms.norms import group_norm as group_norm
+from ._norms.norms import tensor_norm as tensor_norm
+from ._norms.norms import unitwise_norm as unitwise_norm
+from ._state.state import ClipState as ClipState
+from ._wrappers.carry import carry_clipped as carry_clipped
+from ._wrappers.constrain import constrain as constrain
+from ._wrappers.skipping import SkipState as SkipState
+from ._wrappers.skipping import skip_nonfinite as skip_nonfinite
+from ._wrappers.skipping import skip_spikes as skip_spikes
+from ._wrappers.skipping import skip_step as skip_step
 
 # What clippers do not need is imported at its first use. It takes as long to import as
 # all the rest.

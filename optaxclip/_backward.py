@@ -30,14 +30,14 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._axes import axes_within
-from ._checks import check_limit, check_order, shown
-from ._clippers._by_value import value_clipper
+from ._arguments.checks import check_limit, check_order, shown
+from ._clippers.by_value import value_clipper
+from ._devices.mesh import MeshAxes
+from ._devices.mesh_types import varying
 from ._kernel import clip_once
-from ._mesh import MeshAxes
-from ._mesh_types import varying
-from ._norms import Measure, TensorNorm, UnitwiseNorm
-from ._options import Ord, check_measure
+from ._norms.axes import axes_within
+from ._norms.norms import Measure, TensorNorm, UnitwiseNorm
+from ._norms.options import Ord, check_measure
 from ._trees import PyTree, Tree, leaves_to_clip, path_name, put_back
 
 CALL = "clip_cotangent"

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ._checks import NUMBER_TYPES, broadcasts_to, check_shape, shown
-from ._mesh_types import entries_of
-from ._norms import Norms, given_norms
+from ._arguments.checks import NUMBER_TYPES, broadcasts_to, check_shape, shown
+from ._devices.mesh_types import entries_of
+from ._devices.platforms import FEW_NORMS_ON_A_TPU, per_platform, traced_once
+from ._norms.norms import Norms, given_norms
 from ._numbers import as_float
-from ._platforms import FEW_NORMS_ON_A_TPU, per_platform, traced_once
 from ._trees import PyTree, leaves_to_clip, put_back
 from .shrinks import Shrink, hard
 

@@ -19,8 +19,8 @@ Words of this and the modules around it:
     unit       the weights that feed one output, with a norm of its own
     whole leaf a leaf that is one tensor or a stack of layers, and not units
     block      norms that are decided as one array: the norm of everything, the vector
-               of all whole leaves, or the units of one leaf (`_blocks.py`)
-    row        a number of the state, with an entry for each norm (`_packed.py`)
+               of all whole leaves, or the units of one leaf (`_state/blocks.py`)
+    row        a number of the state, with an entry for each norm (`_state/packed.py`)
     memory     what a rule remembers. Arrays in it with one number for each norm are
                rows, too
     window     an array of a memory that is not a row, such as the last 100 norms
@@ -29,7 +29,7 @@ Words of this and the modules around it:
     clipped    sound, and changed by the shrink. A leaf with units is clipped if one of
                them is
     furthest   of several norms the one with the largest norm / limit (`severity` in
-               `_outcome.py`). A broken one comes first
+               `_state/outcome.py`). A broken one comes first
 
 Under jit the updates are read once for the norms, and the multiplication is fused into
 the optimizer's own loop. Without jit the whole update is one compiled call.
@@ -46,26 +46,31 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from . import _blocks as blocks
-from . import _checks as checks
-from . import _mesh_types as mesh_types
 from . import _trees as trees
-from ._blocks import Block, blocks_of
-from ._checks import Nonfinite, shown
-from ._exported import is_placeholder
+from ._arguments import checks
+from ._arguments.checks import Nonfinite, shown
+from ._arguments.functions import is_function
+from ._arguments.other_names import OTHER_NAMES_IN_UPDATE
+from ._arguments.prefixes import Prefix
+from ._arguments.updates import (
+    gradients_of,
+    warn_of_integers,
+    warn_of_stacks,
+    weights_of,
+)
+from ._devices import mesh_types
+from ._devices.platforms import traced_once
 from ._factors import factor_between, factor_roots, multiply, shrunk_by
-from ._first_state import first_state
-from ._functions import is_function
-from ._nonfinite import raise_nonfinite
-from ._norms import GlobalNorm, Measure, Norms, UnitwiseNorm, measured, total_norm
+from ._norms.norms import GlobalNorm, Measure, Norms, UnitwiseNorm, measured, total_norm
 from ._numbers import number_for_jit
-from ._other_names import OTHER_NAMES_IN_UPDATE
-from ._outcome import Decide, Decision, Memories, Outcome, are_sound, next_state
-from ._platforms import traced_once
-from ._prefixes import Prefix
-from ._state import ClipState, state_of_placeholder
+from ._state import blocks
+from ._state.blocks import Block, blocks_of
+from ._state.exported import is_placeholder
+from ._state.first_state import first_state
+from ._state.nonfinite import raise_nonfinite
+from ._state.outcome import Decide, Decision, Memories, Outcome, are_sound, next_state
+from ._state.state import ClipState, state_of_placeholder
 from ._trees import PyTree
-from ._updates import gradients_of, warn_of_integers, warn_of_stacks, weights_of
 from .rules._limits import LimitTree, rule_of, tree_of_rules
 from .rules._rule import (
     Rule,

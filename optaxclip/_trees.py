@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import KeyPath
 
-from ._checks import shown
+from ._arguments.checks import shown
 
 Shape = tuple[Any, ...]  # a size may be a symbol of `jax.export`
 PyTree = Any  # JAX has no type for trees of arrays

@@ -29,9 +29,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._checks import check_concrete, check_number, check_takes, shown
-from ._foreign_names import with_our_names
-from ._functions import with_hash
+from ._arguments.checks import check_concrete, check_number, check_takes, shown
+from ._arguments.foreign_names import with_our_names
+from ._arguments.functions import with_hash
 
 Shrink = Callable[[Array, Array], Array]
 

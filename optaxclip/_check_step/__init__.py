@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .._checks import check_choice
+from .._arguments.checks import check_choice
 from .bugs import MEANINGS, bug_of_norm, bug_of_update, peers_of
 from .runs import DEVICES, SETTINGS, Run, Setting, Step, norm_of, runs_of
 

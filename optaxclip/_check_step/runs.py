@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from numpy.typing import ArrayLike
 
-from .._checks import check_scalar, shown
+from .._arguments.checks import check_scalar, shown
 
 Step = Callable[..., Any]
 PyTree = Any

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from .._norms import global_norm
+from .._norms.norms import global_norm
 
 # Over about how many steps the shares are averaged. Shares change while a model trains:
 # with 30 and 100, more steps below the limit are shortened (docs/release.md).

@@ -11,9 +11,9 @@ import optax
 from jax import Array
 from jax.tree_util import keystr
 
-from .._checks import check_flag
+from .._arguments.checks import check_flag
+from .._arguments.prefixes import for_each_leaf
 from .._jaxpr import run_equations
-from .._prefixes import for_each_leaf
 from .._trees import PyTree, leaf_paths, leaves_to_clip, path_name
 from .budget import Budget
 from .optimizers import LeafOptimizer, arrays_by_path

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from .._norms import global_norm
-from .._state import ClipState
+from .._norms.norms import global_norm
+from .._state.state import ClipState
 from .budget import Budget, limit_of_group
 from .stacks import Entries
 

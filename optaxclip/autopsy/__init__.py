@@ -10,7 +10,7 @@ there. It is saved, and replayed without each cause in turn.
 """
 
 # `as` tells type checkers that a name is public.
-from .. import _foreign_names
+from .._arguments import foreign_names as _foreign_names
 from ._file import save as save
 from ._why import Verdict as Verdict
 from ._why import why as why

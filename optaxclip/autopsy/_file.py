@@ -22,8 +22,8 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._checks import shown
-from .._metrics import metrics
+from .._arguments.checks import shown
+from .._metrics.metrics import metrics
 from .._trees import PyTree, leaf_paths, unique_names
 
 

@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_whole_number, shown
-from .._functions import is_function
-from .._norms import global_norm, tensor_norm
+from .._arguments.checks import check_whole_number, shown
+from .._arguments.functions import is_function
+from .._norms.norms import global_norm, tensor_norm
 from ._file import PyTree, Step, by_name, load
 
 Loss = Callable[..., Any]

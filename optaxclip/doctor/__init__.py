@@ -12,7 +12,7 @@ break all the same.
 """
 
 # `as` tells type checkers that a name is public.
-from .. import _foreign_names
+from .._arguments import foreign_names as _foreign_names
 from ._causes import Finding as Finding
 from ._report import Report as Report
 from ._report import diagnose as diagnose

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._checks import shown
+from .._arguments.checks import shown
 from .._logs.columns import Column, Log, in_common, log_from_rows, quoted
 from .._logs.files import read_log
 from .._logs.norms import columns_named

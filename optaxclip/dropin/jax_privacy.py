@@ -47,10 +47,10 @@ import numpy as np
 from jax.core import Tracer
 
 from .. import per_example
-from .._checks import check_choice, check_number
-from .._foreign_names import with_our_names
-from .._mesh_types import varying_as_any_of
-from .._norms import global_norm
+from .._arguments.checks import check_choice, check_number
+from .._arguments.foreign_names import with_our_names
+from .._devices.mesh_types import varying_as_any_of
+from .._norms.norms import global_norm
 from ..per_example._limits import over_limit
 from ..per_example._problem import places_in
 

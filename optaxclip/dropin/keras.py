@@ -46,11 +46,11 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._checks import check_number, shown
-from .._clippers._by_value import value_clipper
-from .._foreign_names import with_our_names
+from .._arguments.checks import check_number, shown
+from .._arguments.foreign_names import with_our_names
+from .._clippers.by_value import value_clipper
 from .._kernel import make_clipper
-from .._norms import GlobalNorm, TensorNorm
+from .._norms.norms import GlobalNorm, TensorNorm
 from ..rules._rule import Number
 
 __all__ = ["clip_gradients"]

@@ -64,14 +64,14 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .. import _norms as norms
 from .. import _trees as trees
-from .._axes import axes_within
-from .._checks import check_given_norm, check_number, with_extra_args
-from .._clippers._by_value import value_clipper
-from .._foreign_names import with_our_names
+from .._arguments.checks import check_given_norm, check_number, with_extra_args
+from .._arguments.foreign_names import with_our_names
+from .._clippers.by_value import value_clipper
 from .._kernel import clip_once, make_clipper
-from .._options import check_measure
+from .._norms import norms
+from .._norms.axes import axes_within
+from .._norms.options import check_measure
 from .._trees import PyTree, Tree, leaves_to_clip
 from ..rules._limits import Limit
 

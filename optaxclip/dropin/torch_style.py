@@ -53,11 +53,11 @@ from typing import Any
 from jax import Array
 from jax.typing import ArrayLike
 
-from .. import _norms as norms
-from .._checks import check_given_norm, check_number, check_scalar, shown
-from .._clippers._by_value import value_clipper
-from .._foreign_names import with_our_names
+from .._arguments.checks import check_given_norm, check_number, check_scalar, shown
+from .._arguments.foreign_names import with_our_names
+from .._clippers.by_value import value_clipper
 from .._kernel import clip_once
+from .._norms import norms
 from .._trees import PyTree, Tree
 
 __all__ = [

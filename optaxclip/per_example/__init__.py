@@ -27,7 +27,7 @@ Reference: Abadi et al., Deep learning with differential privacy, 2016 (arXiv
 """
 
 # `as` tells type checkers that a name is public.
-from .. import _foreign_names
+from .._arguments import foreign_names as _foreign_names
 from ._account import epsilon as epsilon
 from ._account import noise_multiplier as noise_multiplier
 from ._audit import Sensitivity as Sensitivity

@@ -6,7 +6,7 @@ noise_multiplier   the noise that an epsilon needs
 
 from typing import Any
 
-from .._checks import check_number, check_whole_number, shown
+from .._arguments.checks import check_number, check_whole_number, shown
 
 
 def epsilon(

@@ -40,11 +40,11 @@ import numpy as np
 from jax import Array
 from jax.extend.backend import backends
 
+from .._devices.mesh import device_count
 from .._jaxpr import has_bits_that_vmap_changes, source_line
-from .._mesh import device_count
 from ._choose import Choice
-from ._ghost._norms import gamma
-from ._ghost._plans import GramPlan, LeafPlan, OuterProductPlan
+from ._ghost.norms import gamma
+from ._ghost.plans import GramPlan, LeafPlan, OuterProductPlan
 from ._limits import MAX_CANCELLATION
 from ._passes import block_size
 from ._problem import Problem

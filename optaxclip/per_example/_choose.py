@@ -15,13 +15,13 @@ from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
 from .. import _trees as trees
-from .._checks import check_whole_number
+from .._arguments.checks import check_whole_number
+from .._devices.mesh_types import is_on_one_device, manual_axes
 from .._jaxpr import source_line
-from .._mesh_types import is_on_one_device, manual_axes
 from .._trees import PyTree
 from ._ghost import GhostClipping, ghost_of
-from ._ghost._plans import GradientPlan, LeafPlan
-from ._ghost._sites import CannotSplit
+from ._ghost.plans import GradientPlan, LeafPlan
+from ._ghost.sites import CannotSplit
 from ._passes import even_width, numbers_without_loop
 from ._problem import Problem
 from ._work import (

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._checks import check_choice, check_flag, shown
-from .._mesh import MeshAxes
+from .._arguments.checks import check_choice, check_flag, shown
+from .._devices.mesh import MeshAxes
 from .._trees import PyTree
 from ..shrinks import Shrink, shrink_of
 from ._bounds import Bounds, bounds_of

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .._checks import check_key, check_number, check_whole_number
+from .._arguments.checks import check_key, check_number, check_whole_number
 
 
 class Drawn(NamedTuple):

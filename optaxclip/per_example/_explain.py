@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 from .. import _trees as trees
-from .._checks import check_choice, check_flag
-from .._mesh import MeshAxes
+from .._arguments.checks import check_choice, check_flag
+from .._devices.mesh import MeshAxes
 from .._trees import PyTree
 from ._bounds import bounds_of
 from ._choose import (

@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._mesh import AxisNames, names_in
+from .._devices.mesh import AxisNames, names_in
 from .._trees import put_back
 from ._problem import Problem
 

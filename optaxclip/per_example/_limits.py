@@ -18,14 +18,14 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from .. import _trees as trees
-from .._checks import check_limit, check_scalar, shown
+from .._arguments.checks import check_limit, check_scalar, shown
+from .._arguments.functions import is_function
+from .._arguments.prefixes import for_each_leaf
+from .._devices.mesh_types import varying
 from .._factors import factor_between, shrunk_by, times_square
-from .._functions import is_function
-from .._mesh_types import varying
+from .._norms.reduce import norms_of
+from .._norms.specs import LeafSpec, NormPlan
 from .._numbers import in_norm_dtype
-from .._prefixes import for_each_leaf
-from .._reduce import norms_of
-from .._specs import LeafSpec, NormPlan
 from .._trees import PyTree
 from ..rules._rule import is_rule
 from ..shrinks import Shrink, factor_per_limit_of, hard, is_ours

@@ -7,9 +7,9 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._checks import check_key, check_number, shown
-from .._mesh import device_count
-from .._mesh_types import has_types, manual_axes, varying
+from .._arguments.checks import check_key, check_number, shown
+from .._devices.mesh import device_count
+from .._devices.mesh_types import has_types, manual_axes, varying
 from .._trees import PyTree
 from ._clipped_grad import DIVISOR_CHANGES, ClippedGrad
 from ._grid_noise import LARGEST_SUM, ROUNDING, with_grid_noise

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._norms import global_norm
+from .._norms.norms import global_norm
 from ._clipped_grad import ClippedGrad
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from .._checks import check_real
+from .._arguments.checks import check_real
 from .._numbers import divided
 
 

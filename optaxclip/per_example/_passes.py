@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from .._mesh_types import varying_as_any_of
+from .._devices.mesh_types import varying_as_any_of
 from .._trees import PyTree
 from ._limits import Arrays, ExampleFactors, NormSource, factors_of_examples
 from ._problem import Problem

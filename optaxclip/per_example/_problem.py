@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
-from .. import _mesh
-from .. import _mesh_types as mesh_types
 from .. import _trees as trees
-from .._checks import function_name, shown
+from .._arguments.checks import function_name, shown
+from .._devices import mesh as _mesh
+from .._devices import mesh_types
+from .._devices.mesh import AxisNames, MeshAxes, listed
+from .._devices.mesh_types import varying
 from .._jaxpr import CASTS_OVER_DEVICES, source_line
-from .._mesh import AxisNames, MeshAxes, listed
-from .._mesh_types import varying
 from .._trees import PyTree
 from ._work import equations_of
 

@@ -17,7 +17,7 @@ start, not as a forecast of the loss. From norms after a clip no limit is sugges
 """
 
 # `as` tells type checkers that a name is public.
-from .. import _foreign_names
+from .._arguments import foreign_names as _foreign_names
 from ._history import read_history as read_history
 from ._run import Replay as Replay
 from ._run import Suggestion as Suggestion

@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._checks import check_whole_number, shown
+from .._arguments.checks import check_whole_number, shown
 from .._factors import factor_between, shrunk_by
 from .._logs.after_clip import clipped_share
 from ..rules import windowed_quantile, z_score

@@ -17,8 +17,8 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from .. import _checks as checks
-from .._functions import as_partial, is_function
+from .._arguments import checks
+from .._arguments.functions import as_partial, is_function
 from .._numbers import in_norm_dtype, number_for_jit
 from .._trees import PyTree, path_name
 from ._memory import count_up, multiple, new_where

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from .._mesh_types import resharded_as
+from .._devices.mesh_types import resharded_as
 from .._trees import PyTree
 
 

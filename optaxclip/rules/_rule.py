@@ -25,12 +25,12 @@ from jax.core import Tracer
 from jax.tree_util import Partial
 from jax.typing import ArrayLike, DTypeLike
 
-from .. import _checks as checks
-from .._foreign_names import with_argument_errors
-from .._functions import as_partial
-from .._mesh_types import typed_as
+from .._arguments import checks
+from .._arguments.foreign_names import with_argument_errors
+from .._arguments.functions import as_partial
+from .._arguments.reprs import call_repr, short_repr
+from .._devices.mesh_types import typed_as
 from .._numbers import in_norm_dtype, number_for_jit
-from .._reprs import call_repr, short_repr
 from .._trees import PyTree
 from ._memory import new_where
 

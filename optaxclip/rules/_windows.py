@@ -16,8 +16,8 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._checks import check_whole_number
-from .._exported import exported
+from .._arguments.checks import check_whole_number
+from .._state.exported import exported
 from ._memory import count_up, multiple, new_unless_zero, remembered
 from ._rule import (
     LimitAndMemory,

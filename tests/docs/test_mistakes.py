@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import optaxclip
 from optaxclip import clip_by_global_norm, rules
-from optaxclip._other_names import FUNCTIONS
+from optaxclip._arguments.other_names import FUNCTIONS
 from tests.helpers import apply
 
 GRADS = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([1.0])}

@@ -37,15 +37,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..._devices.mesh_types import varying
 from ..._jaxpr import has_backward_rule
-from ..._mesh_types import varying
 from .._limits import Arrays, ExampleFactors, NormSource, factors_of_examples
 from .._passes import BatchRun, ExampleResults, written_to_memory
 from .._problem import Problem
-from ._capture import CapturedOfSites, at_sites, capture
-from ._plans import GradientPlan, LeafPlan, OuterProductPlan, UnusedPlan, plans_of
-from ._sites import Site, SplitProgram, split_loss
-from ._values import WideValues, bind, over_turns, widened
+from .capture import CapturedOfSites, at_sites, capture
+from .plans import GradientPlan, LeafPlan, OuterProductPlan, UnusedPlan, plans_of
+from .sites import Site, SplitProgram, split_loss
+from .values import WideValues, bind, over_turns, widened
 
 
 @dataclass(frozen=True, eq=False)

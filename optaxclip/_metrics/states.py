@@ -1,0 +1,99 @@
+"""The states that `metrics` reports: which there are, and where they are found."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.tree_util import DictKey
+
+from .._arguments.checks import check_one_model, shown
+from .._clippers.by_value import ClipByValueState
+from .._clippers.health import HealthState
+from .._clippers.recorders import SpikeState
+from .._clippers.spam import SpamState
+from .._state.state import ClipState, RecordState
+from .._trees import PyTree, unboxed
+from .._wrappers.skipping import SkipState
+from .rows import (
+    Options,
+    Row,
+    clip_rows,
+    element_rows,
+    health_rows,
+    skip_rows,
+    spike_rows,
+)
+
+
+class Kind(NamedTuple):
+    """How a state of one type is reported."""
+
+    word: str  # the first of its keys: "clip"
+    rows: Callable[[Any, Options], Iterator[Row]]
+
+
+KIND_OF_TYPE = {
+    ClipState: Kind("clip", clip_rows),
+    RecordState: Kind("record", clip_rows),
+    ClipByValueState: Kind("clip", element_rows),
+    SpamState: Kind("clip", element_rows),
+    SkipState: Kind("skip", skip_rows),
+    SpikeState: Kind("spike", spike_rows),
+    HealthState: Kind("health", health_rows),
+}
+Keys = tuple[Any, ...]  # of the mappings on the way to a state
+
+
+def reported_rows(opt_state: PyTree, options: Options) -> Iterator[tuple[str, Row]]:
+    """The rows of all states that are reported, each with the beginning of its key:
+    "clip", or "clip_2/inner" for the second clipper of the scope "inner".
+
+    Raises:
+      ValueError: there is none, or one has an axis for the members of an ensemble.
+    """
+    states = list(_states_in(unboxed(opt_state)))
+    if not states:
+        # `nnx.state` turns a state into mappings of flax, without its types and names.
+        raise ValueError(
+            "metrics: opt_state must be the state of an optimizer with a clipper of "
+            f"optaxclip in it, got {shown(opt_state)}: hand over what init and update "
+            "return, or the nnx.Optimizer of flax NNX itself. The clippers of optax "
+            "keep no state, but optaxclip's do."
+        )
+    counts = Counter[tuple[str, str]]()
+    for scope, state in states:
+        mapped = "jax.vmap(optaxclip.metrics)(opt_state)"
+        check_one_model("metrics: opt_state", state, mapped)
+        word, rows = KIND_OF_TYPE[type(state)]
+        # A clipper named "clip" has keys "clip/...", not "clip/clip/...".
+        path = "/".join(str(name) for name in scope if name != word)
+        # "clip/a" and "clip/b" are counted separately: neither becomes "clip_2".
+        counts[word, path] += 1
+        count = counts[word, path]
+        # The first keeps its name when a second one is added.
+        prefix = word if count == 1 else f"{word}_{count}"
+        if path:
+            prefix = f"{prefix}/{path}"
+        for row in rows(state, options):
+            yield prefix, row
+
+
+def _states_in(tree: PyTree, scope: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """The scope and the state, for each reported state of a tree.
+
+    `scope` is the scope of the tree itself. The scope of each state begins with it.
+    """
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: type(x) in KIND_OF_TYPE)
+    for path, leaf in leaves:
+        if type(leaf) not in KIND_OF_TYPE:
+            continue
+        # Only a key of a mapping is a name. A field such as `inner_states`, and a place
+        # in a tuple, are not: they have keys of other types.
+        names = [key.key for key in path if isinstance(key, DictKey)]
+        scope_of_state = (*scope, *names)
+        yield scope_of_state, leaf
+        # A `SkipState` holds a whole optimizer. The `ClipState` in a `HealthState` is
+        # reported with it, and not by itself.
+        if isinstance(leaf, SkipState):
+            yield from _states_in(leaf.inner_state, scope_of_state)
