@@ -11,19 +11,9 @@ PACKAGE = Path(optaxclip.__file__).parent
 PER_EXAMPLE = {"per_example"}
 TOOLS = {"_check_step", "_logs", "_release", "autopsy", "check", "doctor", "replay"}
 OTHER_NAMES = {"dropin"}  # of other libraries
-# Files that clip nothing, and that every house may use. They word errors, name leaves,
-# register states, match tree prefixes, tell functions from trees, read traced programs
-# and types.
-SHARED = {
-    "_checks",
-    "_exported",
-    "_jaxpr",
-    "_mesh_types",
-    "_foreign_names",
-    "_functions",
-    "_prefixes",
-    "_trees",
-}
+# Modules that clip nothing, and that every house may use. They check arguments and word
+# errors, register states, name leaves, and read traced programs and types.
+SHARED = ("_arguments", "_devices.mesh_types", "_jaxpr", "_state.exported", "_trees")
 TYPES = {"Limit", "Number", "Shrink"}  # of public arguments
 # Private names by which a tool computes what a clipper does, number for number. They
 # take what no user has, such as the name of the call for an error.
@@ -45,8 +35,8 @@ AS_CLIPPERS = {
 
 
 def names_imported(path):
-    """Pairs of a name that a file imports from optaxclip, and the first part of its
-    module. Both are the same for a module.
+    """Pairs of a name that a file imports from optaxclip, and its module, without
+    "optaxclip." Both are the same for a module of the top.
     """
     parents = path.relative_to(PACKAGE).parent.parts
     for node in ast.walk(ast.parse(path.read_text())):
@@ -54,7 +44,7 @@ def names_imported(path):
             for name in node.names:
                 package, *parts = name.name.split(".")
                 if package == "optaxclip" and parts:
-                    yield parts[0], parts[0]
+                    yield parts[0], ".".join(parts)
         elif isinstance(node, ast.ImportFrom):
             parts = (node.module or "").split(".") if node.module else []
             if node.level:
@@ -64,12 +54,12 @@ def names_imported(path):
             else:
                 continue
             for name in node.names:
-                yield name.name, parts[0] if parts else name.name
+                yield name.name, ".".join(parts) or name.name
 
 
 def imports_of(path):
     """The first parts of the modules of optaxclip that a file imports."""
-    return {module for _, module in names_imported(path)}
+    return {module.partition(".")[0] for _, module in names_imported(path)}
 
 
 def wrong_imports():
@@ -95,7 +85,8 @@ def private_names_of_core():
         if tool not in TOOLS:
             continue
         for name, module in names_imported(path):
-            is_of_core = module not in TOOLS | SHARED
+            is_of_tools = module.partition(".")[0] in TOOLS
+            is_of_core = not is_of_tools and not module.startswith(SHARED)
             if is_of_core and name not in public | TYPES:
                 yield tool, name
 

@@ -15,9 +15,9 @@ from jax import lax
 from .._trees import PyTree
 
 # Up to so many norms have a root each. More of them are a vector, with one root for all
-# (_norms/squares.py), and on a TPU with one operation for all factors (_factors.py). With 128
-# tensors on a v5e:4x4 a clip by the RMS then takes 137 scalar operations, instead of
-# 3,465. With 52 on one v5e vectors moved 1.3 % more bytes.
+# (_norms/squares.py), and on a TPU with one operation for all factors (_factors.py).
+# With 128 tensors on a v5e:4x4 a clip by the RMS then takes 137 scalar operations,
+# instead of 3,465. With 52 on one v5e vectors moved 1.3 % more bytes.
 FEW_NORMS_ON_A_GPU = 12
 FEW_NORMS_ON_A_TPU = 64
 

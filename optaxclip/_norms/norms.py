@@ -12,7 +12,7 @@ their `Norms`. The way, which begins at the end of this file:
     public function or clipper
     -> measure                   which axes are summed
     -> `_measure_leaves`         which devices have a part
-    -> `norms_of` in _norms/reduce.py  the arithmetic
+    -> `norms_of` in reduce.py   the arithmetic
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 `norms_of` has a way for each order:
 
-    2, "rms", "average"    _norms/squares.py              roots of sums of squares
+    2, "rms", "average"    `norms_by_squares`       roots of sums of squares
     inf                    `_norms_of_order_inf`    the largest modulus
     any other              `_norms_by_powers`       divided by the largest, then powers
 
-Each way computes a term of each leaf (_norms/sums.py) and joins the terms over leaves and
-devices (_norms/join.py). Norms are right for zeros and all normal numbers: no square
+Each way computes a term of each leaf (sums.py) and joins the terms over leaves and
+devices (join.py). Norms are right for zeros and all normal numbers: no square
 overflows or is lost. The derivative is finite everywhere. For elements that are 0 it is
 0 by definition: below order 1 the true one is infinite there.
 """

@@ -5,7 +5,7 @@
               units_clipped
 
 Each of these is a row with one entry for each norm. Behind them are the rows of what
-the rule remembers (`_state/packed.py`). The names of the norms are not arrays: they belong to
+the rule remembers (`packed.py`). The names of the norms are not arrays: they belong to
 the structure of the state.
 """
 

@@ -6,16 +6,16 @@ is a sum over positions t of its inputs a and the cotangents c of its outputs:
 
 While JAX traces, before any number is computed (`ghost_of`):
 
-    1. _sites           splits the loss where parameters meet data. _values computes
+    1. sites            splits the loss where parameters meet data. values computes
                         what is made of parameters alone
-    2. _plans           chooses the cheapest norm for each parameter. _forms says how an
-                        equation makes a and c, _matrices which of a parameter's axes
+    2. plans            chooses the cheapest norm for each parameter. forms says how an
+                        equation makes a and c, matrices which of a parameter's axes
                         are rows and columns
 
 For each microbatch (`GhostClipping.clipped_sums`):
 
-    3. _capture         runs the loss forward and backward, and captures a and c
-    4. _norms           |G|^2 = sum_ts (a_t . a_s)(c_t . c_s), without G
+    3. capture          runs the loss forward and backward, and captures a and c
+    4. norms            |G|^2 = sum_ts (a_t . a_s)(c_t . c_s), without G
     5. ../_limits       factors f = shrink(|G|, C) / |G|
     6. _weighted_sums   sum_b f_b G_b = sum_bt a_bt (f_b c_bt)'
 

@@ -12,7 +12,7 @@ rule of the user's (custom_vjp) even without data, since it may not be linear.
 
 Parameters and sites have indices, in the order of their lists. The place of an operand
 is its index among the inputs of its site. An output of a site is tapped if its
-cotangent is captured (`_capture`). The depth of a scan says how many other scans are
+cotangent is captured (`capture`). The depth of a scan says how many other scans are
 around it.
 """
 
