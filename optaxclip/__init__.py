@@ -104,7 +104,7 @@ if _typing.TYPE_CHECKING:
 __version__ = "0.2.0"
 
 # optaxclip.clip_grad_norm_ -> an AttributeError that names clip_grads.
-_foreign_names.with_our_names(
+_foreign_names.with_helpful_errors(
     __name__,
     later={
         "autopsy": "autopsy",

@@ -37,7 +37,7 @@ from ._devices.mesh_types import varying
 from ._kernel import clip_once
 from ._norms.axes import axes_within
 from ._norms.norms import Measure, TensorNorm, UnitwiseNorm
-from ._norms.options import Ord, check_measure
+from ._norms.options import Ord, checked_options
 from ._trees import PyTree, Tree, leaves_to_clip, path_name, put_back
 
 CALL = "clip_cotangent"
@@ -213,8 +213,8 @@ def _measure(
             f"{sorted(varying(arrays))}, got 'auto'."
         )
     if axis is None:
-        return TensorNorm(**check_measure(CALL, ord, mesh_axes=mesh_axes))
-    options = check_measure(CALL, ord, axis=axis, mesh_axes=mesh_axes)
+        return TensorNorm(**checked_options(CALL, ord, mesh_axes=mesh_axes))
+    options = checked_options(CALL, ord, axis=axis, mesh_axes=mesh_axes)
     # Checked in the forward pass already: a cotangent has the shape of x.
     for path, leaf in jax.tree.leaves_with_path(arrays):
         axes_within(axis, f"{CALL}: axis", path_name(path), leaf.ndim)

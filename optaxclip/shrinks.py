@@ -30,7 +30,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from ._arguments.checks import check_concrete, check_number, check_takes, shown
-from ._arguments.foreign_names import with_our_names
+from ._arguments.foreign_names import with_helpful_errors
 from ._arguments.functions import with_hash
 
 Shrink = Callable[[Array, Array], Array]
@@ -265,4 +265,4 @@ def shrink_of(shrink: Any, call: str) -> Shrink:
 
 
 # `shrinks.norm` raises an AttributeError that lists the shrinks.
-with_our_names(__name__)
+with_helpful_errors(__name__)

@@ -3,7 +3,7 @@
 clip_by_global_norm(1.0, axis_name="x")   TypeError that names mesh_axes
 optaxclip.clip_grad_norm_                 AttributeError that names clip_grads
 
-Each public module calls `with_our_names(__name__)` at its end.
+Each public module calls `with_helpful_errors(__name__)` at its end.
 """
 
 import functools
@@ -20,7 +20,9 @@ from .other_names import FUNCTIONS, NO_ARGUMENTS, OUR_NAMES, REMARKS
 from .reprs import call_repr
 
 
-def with_our_names(module_name: str, later: Mapping[str, str] | None = None) -> None:
+def with_helpful_errors(
+    module_name: str, later: Mapping[str, str] | None = None
+) -> None:
     """Gives a public module helpful errors: a TypeError in our words for arguments that
     do not fit its functions, an AttributeError that names what is meant, and a
     `__dir__` of its public names, which editors offer.

@@ -26,7 +26,7 @@ from .._devices.mesh import MeshAxes
 from .._kernel import make_clipper
 from .._norms import norms
 from .._norms.axes import Axis, Stacked
-from .._norms.options import Ord, check_labels, check_measure
+from .._norms.options import Ord, check_labels, checked_options
 from ..rules._limits import Limit, LimitTree
 from ..shrinks import Shrink
 
@@ -84,7 +84,7 @@ def clip_by_global_norm(
     networks, 2013 (arXiv 1211.5063).
     """
     call = "clip_by_global_norm"
-    options = check_measure(call, ord=ord, mesh_axes=mesh_axes)
+    options = checked_options(call, ord=ord, mesh_axes=mesh_axes)
     return make_clipper(
         norms.GlobalNorm(**options),
         max_norm,
@@ -151,7 +151,7 @@ def clip_by_tensor_norm(
     call = "clip_by_tensor_norm"
     # The norms of N leaves are one float32[N], whose limits and counters are computed
     # together. A stacked leaf [layers, in, out] has norms [layers, 1, 1].
-    options = check_measure(call, ord=ord, stacked=stacked, mesh_axes=mesh_axes)
+    options = checked_options(call, ord=ord, stacked=stacked, mesh_axes=mesh_axes)
     return make_clipper(
         norms.TensorNorm(**options),
         max_norm,
@@ -221,7 +221,7 @@ def clip_by_unitwise_norm(
     """
     call = "clip_by_unitwise_norm"
     # A kernel [in, out] has norms [1, out]: its last axis is the output in JAX.
-    options = check_measure(
+    options = checked_options(
         call, ord=ord, axis=axis, stacked=stacked, mesh_axes=mesh_axes
     )
     return make_clipper(
@@ -298,7 +298,7 @@ def clip_by_group_norm(
             f"{shown(max_norm)}."
         )
     # The norms are float32[labels], in the order of the sorted labels.
-    options = check_measure(call, ord=ord, labels=labels, mesh_axes=mesh_axes)
+    options = checked_options(call, ord=ord, labels=labels, mesh_axes=mesh_axes)
     check_flag(f"{call}: allow_missing", allow_missing)
     return make_clipper(
         norms.GroupNorm(**options, allow_missing=bool(allow_missing)),
@@ -361,7 +361,7 @@ def clip_by_tensor_rms(
     call = "clip_by_tensor_rms"
     # [3, 4, 0, 0] has the norm 5, the RMS 5 / sqrt(4) and the average norm 5 / 4. The
     # RMS does not grow with the size of a leaf, so one limit suits all leaves.
-    options = check_measure(call, ord="rms", stacked=stacked, mesh_axes=mesh_axes)
+    options = checked_options(call, ord="rms", stacked=stacked, mesh_axes=mesh_axes)
     return make_clipper(
         norms.TensorNorm(**options),
         max_rms,
@@ -421,7 +421,7 @@ def clip_by_average_norm(
     call = "clip_by_average_norm"
     # The average norm of N elements is sqrt(N) times smaller than their RMS, so limits
     # of one do not suit the other.
-    options = check_measure(call, ord="average", stacked=stacked, mesh_axes=mesh_axes)
+    options = checked_options(call, ord="average", stacked=stacked, mesh_axes=mesh_axes)
     return make_clipper(
         norms.TensorNorm(**options),
         max_norm,
@@ -454,5 +454,5 @@ def clip_by_block_rms(threshold: LimitTree) -> optax.GradientTransformationExtra
     """
     # optax's function has this one argument. `clip_by_tensor_rms` has the options.
     call = "clip_by_block_rms"
-    measure = norms.TensorNorm(**check_measure(call, ord="rms"))
+    measure = norms.TensorNorm(**checked_options(call, ord="rms"))
     return make_clipper(measure, threshold, call=call, limit_argument="threshold")

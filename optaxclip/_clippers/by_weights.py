@@ -20,7 +20,7 @@ from .._kernel import make_clipper
 from .._norms.axes import Axis, Stacked
 from .._norms.moduli import widened
 from .._norms.norms import TensorNorm, UnitwiseNorm
-from .._norms.options import Ord, check_measure
+from .._norms.options import Ord, checked_options
 from .._numbers import rounded_like
 from .._trees import PyTree, leaves_to_clip, put_back
 from ..rules._limits import ShareOfParams
@@ -116,10 +116,10 @@ def adaptive_grad_clip(
     eps = checked_number(f"{call}: eps", eps)
     # DreamerV3 compares |G| and |W| of whole leaves, NFNets of units.
     if per_tensor:
-        options = check_measure(call, ord=ord, stacked=stacked, mesh_axes=mesh_axes)
+        options = checked_options(call, ord=ord, stacked=stacked, mesh_axes=mesh_axes)
         measure = TensorNorm(**options)
     else:
-        options = check_measure(
+        options = checked_options(
             call, ord=ord, stacked=stacked, mesh_axes=mesh_axes, axis=axis
         )
         measure = UnitwiseNorm(**options)
@@ -205,7 +205,7 @@ def larc(
         schedule=False,
     )
     rule = Larc(learning_rate, trust)
-    options = check_measure(call, ord=None, stacked=stacked, mesh_axes=mesh_axes)
+    options = checked_options(call, ord=None, stacked=stacked, mesh_axes=mesh_axes)
     measure = TensorNorm(**options)
     kernel = make_clipper(
         measure,
@@ -371,7 +371,7 @@ def clippy(
     call = "clippy"
     relative = checked_number(f"{call}: relative", relative, schedule=False)
     absolute = checked_number(f"{call}: absolute", absolute, schedule=False)
-    options = check_measure(call, ord=math.inf, stacked=stacked, mesh_axes=mesh_axes)
+    options = checked_options(call, ord=math.inf, stacked=stacked, mesh_axes=mesh_axes)
     # The norm of order inf is the largest ratio of an element to its bound.
     measure = TensorNorm(**options)
     # The limit depends on single weights, so each update hands it to the kernel.

@@ -14,7 +14,7 @@ from .._arguments.functions import with_hash
 from .._devices.mesh import MeshAxes
 from .._kernel import clip_once, make_clipper
 from .._norms.norms import GlobalNorm, UserNorm
-from .._norms.options import Ord, check_measure
+from .._norms.options import Ord, checked_options
 from .._trees import Tree
 from ..rules._limits import LimitTree
 from ..shrinks import Shrink
@@ -130,7 +130,7 @@ def clip_grads(
     call = "clip_grads"
     # The clipper is built in every call. Its program is not compiled again, since equal
     # measures are equal static arguments.
-    measure = GlobalNorm(**check_measure(call, ord=ord, mesh_axes=mesh_axes))
+    measure = GlobalNorm(**checked_options(call, ord=ord, mesh_axes=mesh_axes))
     # The norm that comes back is without eps: the number to log.
     return clip_once(
         grads,

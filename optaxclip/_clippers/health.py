@@ -30,7 +30,7 @@ from .._devices.mesh import MeshAxes
 from .._kernel import make_clipper
 from .._norms.axes import Stacked
 from .._norms.norms import Norms, TensorNorm
-from .._norms.options import check_measure
+from .._norms.options import checked_options
 from .._state.exported import exported, is_placeholder
 from .._state.state import ClipState, spans_of_names
 from .._trees import PyTree, leaves_to_clip
@@ -144,7 +144,7 @@ def record_health(
         embeddings = (embeddings,)
     embedding_names = tuple(embeddings)
     measure = TensorNorm(
-        **check_measure(CALL, ord=None, stacked=stacked, mesh_axes=mesh_axes)
+        **checked_options(CALL, ord=None, stacked=stacked, mesh_axes=mesh_axes)
     )
     signs: tuple[str, ...] = ()
     if weights:

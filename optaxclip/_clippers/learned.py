@@ -17,7 +17,7 @@ from .._devices.mesh import MeshAxes
 from .._kernel import make_clipper
 from .._norms.axes import Stacked
 from .._norms.norms import GlobalNorm, GroupNorm, Measure, TensorNorm
-from .._norms.options import check_measure
+from .._norms.options import checked_options
 from .._state.exported import exported
 from ..rules._averages import EmaBand, MomentsRatio, ZScore
 from ..rules._limits import Limit, minimum, rule_of
@@ -565,7 +565,7 @@ def _clipper_at(
             f"take scope='tensor', not scope={shown(scope)}."
         )
     # All papers of these rules have norms of order 2.
-    check_options = partial(check_measure, call, ord=None, mesh_axes=mesh_axes)
+    check_options = partial(checked_options, call, ord=None, mesh_axes=mesh_axes)
     measure: Measure
     if scope == "global":
         measure = GlobalNorm(**check_options())

@@ -35,7 +35,7 @@ from .._kernel import make_clipper
 from .._norms.axes import Stacked
 from .._norms.moduli import modulus_dtype, wide_dtype, widened, with_modulus
 from .._norms.norms import Norms, TensorNorm
-from .._norms.options import check_measure
+from .._norms.options import checked_options
 from .._state.exported import exported
 from .._trees import PyTree, arrays_of, leaves_to_clip, put_back
 from ..rules._averages import Ema
@@ -285,7 +285,7 @@ def adaclip(
     average's. Here the average keeps its own count.
     """
     call = "adaclip"
-    options = check_measure(call, ord=math.inf, stacked=stacked, mesh_axes=mesh_axes)
+    options = checked_options(call, ord=math.inf, stacked=stacked, mesh_axes=mesh_axes)
     # Order inf: the norm of a tensor is its largest coordinate, max|g|.
     measure = TensorNorm(**options)
     rule = rule_named(call, Ema, decay=decay)

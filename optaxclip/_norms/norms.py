@@ -34,7 +34,7 @@ from .._devices.platforms import traced_once
 from .._numbers import as_float
 from .._trees import PyTree, leaves_to_clip
 from .axes import Axis, Stacked, other_axes, stacked_axes, unit_axes
-from .options import Ord, check_labels, check_measure, labels_of, static_labels
+from .options import Ord, check_labels, checked_options, labels_of, static_labels
 from .reduce import norms_of
 from .specs import LeafSpec, NormPlan
 from .sums import Axes
@@ -343,7 +343,7 @@ def global_norm(tree: PyTree, *, ord: Ord = None, mesh_axes: MeshAxes = "auto") 
       >>> print(optaxclip.global_norm(grads))
       5.477226
     """
-    options = check_measure("global_norm", ord=ord, mesh_axes=mesh_axes)
+    options = checked_options("global_norm", ord=ord, mesh_axes=mesh_axes)
     return _tree_of_norms(GlobalNorm(**options), tree)
 
 
@@ -387,7 +387,7 @@ def tensor_norm(
       >>> print(optaxclip.tensor_norm(grads)["w"])
       5.0
     """
-    options = check_measure(
+    options = checked_options(
         "tensor_norm", ord=ord, stacked=stacked, mesh_axes=mesh_axes
     )
     return _tree_of_norms(TensorNorm(**options), tree)
@@ -442,7 +442,7 @@ def unitwise_norm(
     Reference: Brock et al., High-performance large-scale image recognition without
     normalization, 2021 (arXiv 2102.06171).
     """
-    options = check_measure(
+    options = checked_options(
         "unitwise_norm", ord=ord, axis=axis, stacked=stacked, mesh_axes=mesh_axes
     )
     return _tree_of_norms(UnitwiseNorm(**options), tree)
@@ -481,7 +481,7 @@ def group_norm(
     # Leaves that do not count have labels too. A label that only such leaves carry has
     # the norm 0.
     labels = labels_of(labels, trees.unboxed(tree))
-    options = check_measure("group_norm", ord=ord, labels=labels, mesh_axes=mesh_axes)
+    options = checked_options("group_norm", ord=ord, labels=labels, mesh_axes=mesh_axes)
     return _tree_of_norms(GroupNorm(**options), tree)
 
 

@@ -23,7 +23,7 @@ Ord = float | Literal["rms", "average"] | None
 ORDERS = "a number above 0, math.inf, 'rms' or 'average'"
 
 
-def check_measure(call: str, ord: Any, **options: Any) -> dict[str, Any]:
+def checked_options(call: str, ord: Any, **options: Any) -> dict[str, Any]:
     """The arguments of a measure, checked and hashable. `options` are `mesh_axes`, and
     `axis`, `stacked` or `labels` where the measure has them.
     """

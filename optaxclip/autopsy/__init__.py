@@ -16,4 +16,4 @@ from ._why import Verdict as Verdict
 from ._why import why as why
 
 # A misspelt name, as in `autopsy.wy`, raises an error with the right one.
-_foreign_names.with_our_names(__name__)
+_foreign_names.with_helpful_errors(__name__)

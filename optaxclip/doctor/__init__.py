@@ -19,4 +19,4 @@ from ._report import diagnose as diagnose
 from ._report import examine as examine
 
 # A misspelt name, as in `doctor.diagnoze`, raises an error with the right one.
-_foreign_names.with_our_names(__name__)
+_foreign_names.with_helpful_errors(__name__)

@@ -48,7 +48,7 @@ from jax.core import Tracer
 
 from .. import per_example
 from .._arguments.checks import check_choice, check_number
-from .._arguments.foreign_names import with_our_names
+from .._arguments.foreign_names import with_helpful_errors
 from .._devices.mesh_types import varying_as_any_of
 from .._norms.norms import global_norm
 from ..per_example._limits import over_limit
@@ -413,4 +413,4 @@ def _as_divisor(limit: Any) -> Any:
     return numpy.clip(limit, 1.2e-38, 3.4e38)
 
 
-with_our_names(__name__)
+with_helpful_errors(__name__)

@@ -47,7 +47,7 @@ import optax
 from jax.core import Tracer
 
 from .._arguments.checks import check_number, shown
-from .._arguments.foreign_names import with_our_names
+from .._arguments.foreign_names import with_helpful_errors
 from .._clippers.by_value import value_clipper
 from .._kernel import make_clipper
 from .._norms.norms import GlobalNorm, TensorNorm
@@ -124,4 +124,4 @@ def clip_gradients(
     return make_clipper(measure, value, call=call, limit_argument=name)
 
 
-with_our_names(__name__)
+with_helpful_errors(__name__)

@@ -66,12 +66,12 @@ from jax.typing import ArrayLike
 
 from .. import _trees as trees
 from .._arguments.checks import check_given_norm, check_number, with_extra_args
-from .._arguments.foreign_names import with_our_names
+from .._arguments.foreign_names import with_helpful_errors
 from .._clippers.by_value import value_clipper
 from .._kernel import clip_once, make_clipper
 from .._norms import norms
 from .._norms.axes import axes_within
-from .._norms.options import check_measure
+from .._norms.options import checked_options
 from .._trees import PyTree, Tree, leaves_to_clip
 from ..rules._limits import Limit
 
@@ -167,7 +167,7 @@ def clip_by_norm(
         for path, leaf in entries:
             axes_within(axis, f"{call}: axes", trees.path_name(path), jnp.ndim(leaf))
         # axes are summed over, like `axis` of clip_by_unitwise_norm.
-        measure = norms.UnitwiseNorm(**check_measure(call, None, axis=axis))
+        measure = norms.UnitwiseNorm(**checked_options(call, None, axis=axis))
     return clip_once(t, clip_norm, measure, call=call, limit_argument="clip_norm")[0]
 
 
@@ -295,4 +295,4 @@ def clip_gradients_by_norm(
     return optax.chain(clipper, optimizer)
 
 
-with_our_names(__name__)
+with_helpful_errors(__name__)

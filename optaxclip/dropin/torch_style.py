@@ -54,7 +54,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from .._arguments.checks import check_given_norm, check_number, check_scalar, shown
-from .._arguments.foreign_names import with_our_names
+from .._arguments.foreign_names import with_helpful_errors
 from .._clippers.by_value import value_clipper
 from .._kernel import clip_once
 from .._norms import norms
@@ -258,4 +258,4 @@ def _clipped_by_norm(
         ) from error
 
 
-with_our_names(__name__)
+with_helpful_errors(__name__)

@@ -44,4 +44,4 @@ from ._noise_scale import NoiseScale as NoiseScale
 from ._noise_scale import noise_scale as noise_scale
 from ._noise_share import noise_share as noise_share
 
-_foreign_names.with_our_names(__name__)
+_foreign_names.with_helpful_errors(__name__)

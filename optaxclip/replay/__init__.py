@@ -27,4 +27,4 @@ from ._run import spike_score as spike_score
 from ._run import suggest as suggest
 
 # A misspelt name, as in `replay.sugest`, raises an error with the right one.
-_foreign_names.with_our_names(__name__)
+_foreign_names.with_helpful_errors(__name__)

@@ -24,7 +24,7 @@ No rule remembers a norm that is NaN, inf or 0. What a schedule returns beyond t
 of its parameter counts as the nearest number in it.
 """
 
-from .._arguments.foreign_names import with_our_names
+from .._arguments.foreign_names import with_helpful_errors
 from ._averages import Ema as ema
 from ._averages import EmaBand as ema_band
 from ._averages import EmaRatio as ema_ratio
@@ -46,4 +46,4 @@ __all__ += ["ema", "ema_band", "ema_ratio", "log_z_score", "moments_ratio", "z_s
 __all__ += ["growth", "quantile_tracker", "windowed_mean", "windowed_quantile"]
 
 # `rules.ZScore` raises an error that names `rules.z_score`.
-with_our_names(__name__)
+with_helpful_errors(__name__)
