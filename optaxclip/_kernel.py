@@ -7,10 +7,12 @@
 `make_clipper` joins the three into an optax transformation and does the rest once for
 all of them: zero, NaN, counters, state. The common case, a global norm under a number:
 
-    norm     = sqrt(sum(x^2 for all leaves))            measured
-    new_norm = min(norm, limit)                         _decide, shrunk_by
-    root     = sqrt(new_norm / norm)                    factor_between
-    updates  = x * root * root, for each leaf           multiply
+    norm     = sqrt(sum(x^2 for all leaves))    _norms/norms.py: measured
+    new_norm = min(norm, limit)                 _factors.py: shrunk_by
+    root     = sqrt(new_norm / norm)            _factors.py: factor_between
+    updates  = x * root * root, for each leaf   _factors.py: multiply
+
+`_decide` calls the second and the third.
 
 Words of this and the modules around it:
 
@@ -96,9 +98,10 @@ class Settings(NamedTuple):
     # Whether a limit of inf lets broken norms pass, see `Rule`. In a tree of limits all
     # rules must do so.
     inf_is_off: bool
-    # Whether a rule has a schedule. The cache of a jitted function keeps it alive, and
-    # what it closes over. So inside the user's jit we jit no function that gets it.
-    # Outside of it we use `_update_jitted`, since a step without jit is too slow.
+    # Whether a rule has a schedule. A function that we jit keeps a schedule alive in
+    # its cache, and all that the schedule closes over. So inside the user's jit we call
+    # `_update` itself. Without the user's jit we call `_update_jitted`, since a step
+    # would be too slow otherwise.
     has_schedule: bool
 
 
@@ -165,8 +168,8 @@ def make_clipper(
         ):
             warn_of_stacks(call, tree)
         norms = mesh_types.types_of(partial(measured, _measure_for_init(measure)), tree)
-        rules_by_norm = blocks.rules_of_norms(rules, norms, limit_in_errors)
-        return first_state(norms, rules_by_norm, limit_in_errors)
+        rules_in_order = blocks.rules_of_norms(rules, norms, limit_in_errors)
+        return first_state(norms, rules_in_order, limit_in_errors)
 
     def update(
         updates: PyTree,
@@ -288,7 +291,7 @@ def _update(
         decision = decide(block.norm, limits.limit)
         outcomes.append((block, decision.outcome))
         if changes_updates:
-            roots |= _roots(block, decision, limits.limit_of_name, decide)
+            roots |= _roots_by_name(block, decision, limits.limit_of_name, decide)
     if changes_updates:
         roots_in_order = [roots[name] for name in names]
         zero_at_zero = settings.nonfinite == "zero"
@@ -513,7 +516,7 @@ def _decide(settings: Settings, eps: ArrayLike, norm: Array, limit: Array) -> De
     return Decision(root, outcome)
 
 
-def _roots(
+def _roots_by_name(
     block: Block, decision: Decision, limit_of_name: dict[str, Array], decide: Decide
 ) -> dict[str, Array]:
     """The root of the factor of each norm of a block."""

@@ -40,9 +40,9 @@ def _leaf_to_clip(leaf: Any) -> Any:
     """The leaf, or the content of a box. None for a leaf that does not count."""
     if is_box(leaf):
         content = unbox(leaf)
-        # `put_back` pairs the leaves of two trees by their order. An empty box counts
-        # as a leaf there, so None stands for it. But a box that is a node of a pytree,
-        # such as a variable of NNX, has no leaf when it is empty, and stays as it is.
+        # `put_back` pairs the leaves of two trees by their order. An empty box that is
+        # a leaf to JAX is a leaf there too, so None stands for it. A box that is a
+        # node, such as a variable of NNX, has no leaf when it is empty, and stays.
         if is_hole(content):
             return content if is_hole(leaf) else None
         return jax.tree.map(_leaf_to_clip, content, is_leaf=is_box)

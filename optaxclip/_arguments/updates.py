@@ -26,7 +26,7 @@ def gradients_of(call: str, updates: PyTree, params: PyTree) -> PyTree:
       TypeError: a leaf that is not an array, or a tuple of gradients and something
         else, as `jax.value_and_grad`, `has_aux` and `clipped_grad` return them.
     """
-    # Norms and losses beside gradients would be taken for gradients.
+    # The result of `clipped_grad`, whose norms and losses would be taken for gradients.
     if {"grads", "factors"} <= set(getattr(updates, "_fields", ())):
         raise TypeError(
             f"{call}: updates must be the gradients alone, got a "
@@ -54,8 +54,8 @@ def warn_of_integers(call: str, updates: PyTree) -> None:
     """Warns of the first leaf of integers, for a caller that found nothing to clip."""
     # Updates without any leaf, such as those of a model without weights, are fine.
     for path, leaf in jax.tree.leaves_with_path(updates):
-        # A Python int has no dtype. Any other leaf without one, such as True, counts as
-        # bool. There is no warning of bools.
+        # A Python int has no dtype. Any other leaf without one, such as True, is taken
+        # for a bool, and bools are not warned of.
         dtype = int if type(leaf) is int else getattr(leaf, "dtype", bool)
         if jnp.issubdtype(dtype, jnp.integer) and jnp.size(leaf):
             warn_user(

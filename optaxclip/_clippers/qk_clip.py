@@ -367,11 +367,11 @@ def _array_by_path(
             array_by_path[attention_path] = array
     # No attention has two arrays, and each has one.
     if not len(array_by_path) == len(paths) == len(attentions):
-        listed_paths = ", ".join(repr("/".join(path)) for path in paths)
+        path_names = ", ".join(repr("/".join(path)) for path in paths)
         raise ValueError(
             f"{CALL}: max_logits must have one array for each of "
             f"{[attention.name for attention in attentions]}, got "
-            f"{listed_paths or 'none'}."
+            f"{path_names or 'none'}."
         )
     return array_by_path
 
@@ -490,7 +490,7 @@ def _leaves_of_role(
         )
     leaves = []
     # The patterns that have matched no leaf so far.
-    idle_patterns = [] if callable(where) else list(where)
+    unmatched_patterns = [] if callable(where) else list(where)
     for position, (path, array) in enumerate(leaves_with_path):
         name = trees.path_name(path)
         if callable(where):
@@ -498,8 +498,8 @@ def _leaves_of_role(
         else:
             matching = [pattern for pattern in where if fnmatchcase(name, pattern)]
             axis_or_heads = where[matching[0]] if matching else None
-            idle_patterns = [
-                pattern for pattern in idle_patterns if pattern not in matching
+            unmatched_patterns = [
+                pattern for pattern in unmatched_patterns if pattern not in matching
             ]
         if axis_or_heads is not None:
             leaf = _attention_leaf(
@@ -507,8 +507,8 @@ def _leaves_of_role(
             )
             leaves.append(leaf)
     # Otherwise a typo in a pattern would silently leave weights unclipped.
-    if idle_patterns or not leaves:
-        argument = repr(idle_patterns[0]) if leaves else shown(where)
+    if unmatched_patterns or not leaves:
+        argument = repr(unmatched_patterns[0]) if leaves else shown(where)
         raise ValueError(
             f"{CALL}: {role}={argument} finds no leaf: the updates have "
             f"{trees.listed_paths(path for path, _ in leaves_with_path)}."

@@ -187,7 +187,7 @@ def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
         return
     # The vectors become lists outside of jit: as separate outputs of the compiled call,
     # scalars of 148 tensors took 22 seconds to compile on a CPU.
-    reported = _reported(_numbers_of_spans_jitted(spans, state), state)
+    reported = _reported(_span_numbers_of_state(spans, state), state)
     values_of_metric = {metric: list(vector) for metric, vector in reported.items()}
     indices = range(len(spans))
     if options.top is not None:
@@ -279,7 +279,7 @@ def _numbers_of_spans(spans: Spans, entries: ClipNumbers) -> ClipNumbers:
 # Jitted, since without jit each operation would be a call to the device. Spans are
 # static, because shapes depend on them.
 @partial(jax.jit, static_argnums=0)
-def _numbers_of_spans_jitted(spans: Spans, state: ClipState) -> ClipNumbers:
+def _span_numbers_of_state(spans: Spans, state: ClipState) -> ClipNumbers:
     """The numbers of the spans of a state."""
     return _numbers_of_spans(spans, _numbers_of_entries(state))
 
@@ -297,8 +297,7 @@ def _numbers_of_all(spans: Spans, state: ClipState) -> ClipNumbers:
     is_zero = (numbers.norm_before == 0) & ~jnp.isnan(numbers.limit)
     ratio = jnp.where(is_zero, 0.0, numbers.norm_before / numbers.limit)
     return numbers._replace(
-        # With units this is the mean of `units_clipped`. Without units that is not
-        # reported.
+        # Without units `units_clipped` holds whether each norm was clipped.
         norms_clipped=jnp.mean(entries.units_clipped),
         worst_ratio=ratio,
         worst_index=_float32(jnp.asarray(span_of_entry)[furthest]),

@@ -28,7 +28,7 @@ from .squares import norms_by_squares
 from .sums import bits_of_largest, sum_in_float64_on_cpu, sum_over
 
 # Orders whose norm is a root of squares. None is 2.
-OF_SQUARES = (None, 2, "rms", "average")
+ORDERS_OF_SQUARES = (None, 2, "rms", "average")
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -45,7 +45,7 @@ def norms_of(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     # An empty tree has the norm 0.
     if not arrays:
         return [jnp.zeros((), np.float32)] * plan.norm_count
-    if plan.ord in OF_SQUARES:
+    if plan.ord in ORDERS_OF_SQUARES:
         return norms_by_squares(plan, arrays)
     if plan.ord == math.inf:
         return _norms_of_order_inf(plan, arrays)
@@ -129,8 +129,8 @@ def _norms_jvp(
     (array_tangents,) = tangents
     norms = norms_of(plan, arrays)
     dtype = norm_dtype(arrays)
-    # Elements are divided by the former, and their sum by the latter, which is N for a
-    # mean and 1 for other orders.
+    # `element_divisors` divide the elements, and `total_divisors` their sum: by N for a
+    # mean, and by 1 for other orders.
     element_divisors = norms
     counts = plan.element_counts(arrays, dtype)
     total_divisors = counts
@@ -142,7 +142,7 @@ def _norms_jvp(
     counts_of_largest = []
     for spec, array, tangent in zip(plan.specs, arrays, array_tangents):
         divisor = spec.local_value(element_divisors)
-        if plan.ord in OF_SQUARES:
+        if plan.ord in ORDERS_OF_SQUARES:
             products = _quotients_times_tangent(array, divisor, tangent)
         else:
             slopes = _slopes(float(plan.ord), array, divisor)

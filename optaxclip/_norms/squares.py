@@ -5,7 +5,7 @@ its own way:
 
               sums of a leaf       leaves are joined    roots
     CPU       one, of float64      in pairs             one by one
-    GPU       three (sums.py)     in pairs             of a vector, if many
+    GPU       three (sums.py)      in pairs             of a vector, if many
     others    three in `jnp`       as a table           of a vector, if many
 
 Norms of float64 have three sums on a CPU too: no dtype is wider. FEW_NORMS_ON_A_GPU and

@@ -15,7 +15,8 @@ special case.
 
     CPU    one float64 sum. Three sums for leaves that are float64 themselves
     GPU    three float32 sums in one reduction
-    TPU    three float32 sums in one read. This is plain `jnp`, for any other platform
+    TPU    three float32 sums in one read. Any other platform takes this too, since it
+           is plain `jnp`
 
 Reference: Blue, A portable Fortran program to find the Euclidean norm of a vector,
 1978. Anderson, Algorithm 978: safe scaling in the level 1 BLAS, 2017. Both sort numbers
@@ -262,8 +263,9 @@ def bits_of_largest(array: Array, axes: Axes, dtype: np.dtype) -> Array:
     """
     moduli = jnp.abs(array).astype(dtype)
     largest = jnp.max(moduli, axes, keepdims=axes is not None)
-    # NaN is found by a sum: 1 / (1 + inf) is 0, and 1 / (1 + NaN) is NaN. XLA on a CPU
-    # writes the operand of a reduction to memory if it contains a comparison.
+    # This maximum may have dropped NaN. A sum finds it: 1 / (1 + inf) is 0, and
+    # 1 / (1 + NaN) is NaN. A comparison would find it too, but XLA on a CPU writes the
+    # operand of a reduction to memory if it contains one.
     sum_with_nan = sum_over(1 / (1 + moduli * moduli), axes)
     largest = jnp.where(jnp.isnan(sum_with_nan), jnp.nan, largest)
     integer = np.int64 if dtype == np.float64 else np.int32

@@ -37,18 +37,21 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
             check_shape(argument, shape, norm.shape)
         zeros = jnp.zeros(norm.shape, norm.dtype)
         zeros_of_name[name] = mesh_types.typed_as(zeros, norm)
-    # Any leaf of a group will do. A label without a leaf has no spec.
+    # Any leaf of a group will do: its norm has neither layers nor units. A label without
+    # a leaf has no spec.
     spec_of_name = {
         names[spec.norm_index]: spec
         for spec in norms.specs
         if spec.norm_index is not None
     }
     state_names = _names_of_state(zeros_of_name, spec_of_name)
-    leaves = [name for name in zeros_of_name if name not in state_names.unit_leaves]
-    entries = [zeros_of_name[name] for name in leaves]
+    whole_leaves = [
+        name for name in zeros_of_name if name not in state_names.unit_leaves
+    ]
+    entries = [zeros_of_name[name] for name in whole_leaves]
     memories: list[PyTree] = [()]
     if entries:
-        rules_of_leaves = [rule_of_name[name] for name in leaves]
+        rules_of_leaves = [rule_of_name[name] for name in whole_leaves]
         memories = [_first_memory_of_leaves(rules_of_leaves, entries, state_names)]
     for name in state_names.unit_leaves:
         zeros = zeros_of_name[name]
@@ -103,8 +106,8 @@ def _first_rows(zeros: Array) -> StateRows:
 def _first_memory_of_leaves(
     rules: list[Rule], entries: list[Array], names: Names
 ) -> PyTree:
-    """What the rules of all leaves without units remember before the first step. Zeros,
-    the `entries`, stand for the norms.
+    """What the rules of all leaves without units remember before the first step.
+    `entries` are zeros, one for each norm.
     """
     rule = rules[0]
     if names.is_global:

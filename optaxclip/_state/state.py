@@ -93,12 +93,12 @@ class Names(NamedTuple):
             return False
         if [*self.unit_leaves] != [*other.unit_leaves]:
             return False
-        # Either state may hold a share of the other's layers: one of them the share of
-        # every leaf, and not of some leaves only.
+        # One state may hold a part of the other's layers. Then it holds a part of every
+        # leaf.
         layer_names = layer_names_of_norm.values()
         other_layer_names = other_layer_names_of_norm.values()
-        return all(map(_may_be_share, layer_names, other_layer_names)) or all(
-            map(_may_be_share, other_layer_names, layer_names)
+        return all(map(_may_be_part, layer_names, other_layer_names)) or all(
+            map(_may_be_part, other_layer_names, layer_names)
         )
 
     # A tuple has a != of its own.
@@ -110,7 +110,7 @@ class Names(NamedTuple):
         return 0
 
 
-def _may_be_share(layer_names: LayerNames, all_layer_names: LayerNames) -> bool:
+def _may_be_part(layer_names: LayerNames, all_layer_names: LayerNames) -> bool:
     """Whether the layers of a leaf may be those that one device holds of all layers:
     the same ones, or inside shard_map a share. So 3 layers may be a share of 6, and 4
     may not (test_states_in_optax.py).
@@ -445,7 +445,7 @@ class PlaceholderNames:
         map with a state    JAX compares the names, and this object keeps the state's
         rebuild             `ClipState` takes the names that were kept
 
-    tests/core/test_states_in_optax.py sees it break.
+    tests/core/test_states_in_optax.py fails without it.
     """
 
     def __init__(self) -> None:
