@@ -37,8 +37,8 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
             check_shape(argument, shape, norm.shape)
         zeros = jnp.zeros(norm.shape, norm.dtype)
         zeros_of_name[name] = mesh_types.typed_as(zeros, norm)
-    # Any leaf of a group will do: its norm has neither layers nor units. A label without
-    # a leaf has no spec.
+    # Any leaf of a group will do: its norm has neither layers nor units. A label
+    # without a leaf has no spec.
     spec_of_name = {
         names[spec.norm_index]: spec
         for spec in norms.specs

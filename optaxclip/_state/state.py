@@ -166,8 +166,9 @@ class ClipState(_ClipStateFields):
     Its numbers are the rows of two arrays, which properties show by name. A row has an
     entry for each norm: shape [N], or [] for one norm of everything. Each layer of a
     stacked leaf is a norm. For the units of a leaf the state keeps a summary: norm,
-    limit and factor of the unit that is furthest above its limit.
-    `metrics(state)` and `state.by_name()` give the entries by name.
+    limit and factor of the unit that is furthest above its limit. Entries of a leaf
+    that is missing in a step stay as they are. `metrics(state)` and `state.by_name()`
+    give the entries by name.
 
     Attributes:
       step: int32[]: updates seen.
