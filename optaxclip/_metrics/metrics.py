@@ -83,8 +83,8 @@ def metrics(
       largest, and there are
 
         clip/norms_clipped    the mean of `clipped` over the norms: the share of those
-                              that were clipped. With units the mean of `units_clipped` over
-                              the leaves
+                              that were clipped. With units the mean of `units_clipped`
+                              over the leaves
         clip/worst_ratio      norm over limit of the norm that is furthest over
         clip/worst_index      its number, in the order of `state.by_name()`
         clip/worst_name       with `floats` or `json`: its name, a string
