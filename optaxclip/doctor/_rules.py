@@ -77,6 +77,7 @@ LEAST_ROWS_OF_LOSS = 20
 LOWEST_OVER_FIRST = 0.9
 NEVER_FALLS = 1.03
 NEVER_FALLS_IN_FEW_ROWS = 2.0
+BLOWN_UP = 5.0
 FEW_ROWS = 100
 STEADY_GROWTH = 1.3  # the median of a fifth of the log over the fifth before it
 LEAP = 5.0  # a level over the level five rows before, if it does not grow row by row
@@ -183,8 +184,8 @@ def loss_levels(loss: Array) -> LossLevels:
     last_low_window = np.flatnonzero(levels <= lowest + 2 * error)[-1]
     kept_level = np.quantile(loss[len(loss) // 3 :], 0.01)
     first = np.median(loss[:SHORT_WINDOW])
-    # The first step may have raised the loss for good.
-    if kept_level > NEVER_FALLS * loss[0]:
+    # The steps after the first row may have blown the loss up for good.
+    if kept_level > BLOWN_UP * loss[0]:
         first = min(first, loss[0])
     kept_height = kept_level / first
     least_height = NEVER_FALLS if len(loss) >= FEW_ROWS else NEVER_FALLS_IN_FEW_ROWS

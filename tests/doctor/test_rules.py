@@ -312,11 +312,6 @@ def test_a_loss_above_its_first_row_has_a_note():
     assert examine(rows_of(loss=loss)).notes == []
 
 
-def test_a_loss_that_the_first_step_raises_for_good_never_falls():
-    loss = np.append(2.3, 4.0 * noisy(299, 0.05))
-    assert causes_of(rows_of(loss=loss)) == [("learning rate", 0)]
-
-
 @pytest.mark.parametrize("name", ["stage", "train/curriculum_phase"])
 def test_a_loss_that_rises_with_its_stage_has_a_note(name):
     losses = [np.geomspace(start, 0.3 * start, 100) for start in (2.0, 4.0)]
