@@ -68,7 +68,9 @@ def _lines_of(finding: Finding, unit: str) -> list[str]:
         line += f" ({worst}limit {finding.limit:.3g})"
     lines = [line]
     if finding.rows > 1:
-        lines.append(f"{indent}{finding.rows} rows show it")
+        steps = ", ".join(map(str, finding.early_steps))
+        others = ", ..." if finding.rows > len(finding.early_steps) else ""
+        lines.append(f"{indent}{finding.rows} rows show it: {steps}{others}")
     # Names that the first line does not have, or whose step it does not have.
     starts = [
         f"{name!r} from {step}"

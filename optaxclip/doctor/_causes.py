@@ -17,6 +17,7 @@ class Finding(NamedTuple):
       step: the first one that shows it.
       worst: the step that shows it most.
       rows: how many rows of the log show it.
+      early_steps: the first of their steps, at most six.
       value: the number in the worst step.
       limit: what it was held against.
       evidence: the number in words, with the columns or tensors.
@@ -31,6 +32,7 @@ class Finding(NamedTuple):
     step: int
     worst: int
     rows: int
+    early_steps: list[int]
     value: float
     limit: float
     evidence: str
@@ -51,6 +53,8 @@ class Cause(NamedTuple):
     advice: str
     # Whether it is about how a log or an optimizer is set up, and not about what broke.
     is_of_setup: bool = False
+    # Whether it is no fault where a stage or a reward of the log changes with the loss.
+    may_be_right: bool = False
     takes_nonfinite: bool = False  # whether the rule also gets rows with NaN and inf
     least_rows: int = 1  # with fewer rows the cause is not judged
 
@@ -66,8 +70,8 @@ PAGE_OF_SPIKES = "docs/run_health.md (My loss spikes, or gradients explode)"
 SCALE_ADVICE = (
     "look at the loss scale, at sum or mean, at the number of devices, and at the data"
 )
-# Named only if another cause begins, or is worst, in its row or in the five rows behind
-# it, or if the loss begins to rise for good near it: a schedule may leap too.
+# Named only if another cause begins, or is worst, from ten rows before to 20 rows
+# behind: a schedule may leap too.
 LEAP_OF_RATE = Cause(
     name="learning rate",
     needs=signals.RATE,
@@ -131,12 +135,13 @@ CAUSES = (
         needs=signals.LOSS,
         rule=rules.divergence,
         limit=1.1,
-        evidence="{subject} is {value:.3g} times its lowest level, and stays high",
+        evidence="{subject} rises to {value:.3g} times its lowest level, and stays up",
         page=PAGE_AT_ONE_STEP,
         advice=(
             "go back to a checkpoint, with a clip or a lower rate. If no norm leaps "
             "there, look at the data"
         ),
+        may_be_right=True,
         least_rows=rules.LEAST_ROWS_OF_LOSS,
     ),
     Cause(
@@ -150,6 +155,7 @@ CAUSES = (
             "take a lower rate, or a longer warm-up, and look at the sign of the "
             "update. It may be right if data or objective become harder"
         ),
+        may_be_right=True,
         least_rows=10,
     ),
     Cause(

@@ -6,7 +6,7 @@ from .._logs.columns import Log, distance_of_rows, notes_on_distance, quoted, ro
 from .._logs.norms import NOISE_SHARE, columns_named
 from . import _rules as rules
 from . import _signals as signals
-from ._causes import BAD_BATCH, DIVERGENCE, NOT_FINITE, PAGE_AT_ONE_STEP, Finding
+from ._causes import BAD_BATCH, NOT_FINITE, PAGE_AT_ONE_STEP, Finding
 
 # A loss gets a note if a row is this many times as high as the rows before it, and
 # higher by this part of its whole fall.
@@ -18,8 +18,9 @@ FLAT = 0.95
 # A norm gets a note if the largest is this many times the median.
 LARGE_NORM = 2.0
 # A norm that is never above this gets a note: Adam's epsilon alone is 1e-8 in each
-# element.
+# element. So does one that is never below the other limit.
 SMALL_NORM = 1e-6
+HUGE_NORM = 100.0
 
 
 def notes_of(log: Log, run: signals.Run, findings: list[Finding]) -> list[str]:
@@ -83,6 +84,11 @@ def _notes_on_norms(run: signals.Run) -> list[str]:
                 "gradient may be lost in the epsilon of Adam. See docs/doctor.md (No "
                 "gradient)"
             )
+        if norm.steps.size and norm.values.min() > HUGE_NORM:
+            notes.append(
+                f"{norm.name!r} is never below {norm.values.min():.3g}. Look at the "
+                "loss scale, at sum or mean, and at the scale of the inputs."
+            )
         is_usable = np.isfinite(norm.values) & (norm.values > 0)
         usable_norm = rows_kept(norm, is_usable)
         if not is_usable.any():
@@ -104,9 +110,9 @@ def _notes_on_loss(run: signals.Run, findings: list[Finding]) -> list[str]:
     """A loss that ends above its lowest level, does not fall, or leaps: data or
     objective may have changed, which a log does not show.
     """
-    causes = [finding.cause for finding in findings]
     # The levels of a loss say little if it becomes NaN.
-    if run.leveled_loss is None or NOT_FINITE in causes:
+    is_broken = any(finding.cause == NOT_FINITE for finding in findings)
+    if run.leveled_loss is None or is_broken:
         return []
     loss, levels = run.leveled_loss
     # A finding says that the loss never falls.
@@ -114,11 +120,17 @@ def _notes_on_loss(run: signals.Run, findings: list[Finding]) -> list[str]:
         return []
     notes: list[str] = []
     if levels.is_rise:
-        step = np.median(loss.steps[levels.rise_rows])
         notes.append(
             f"{loss.name!r} rises from {levels.lowest:.3g} near {loss.unit} "
-            f"{step:.0f} to {levels.last:.3g} in its last rows. That may be right "
-            f"if data or objective changed there. See {PAGE_AT_ONE_STEP}"
+            f"{loss.steps[levels.rise_row]} to {levels.last:.3g} in its last rows. "
+            "That may be right if data or objective changed there. See "
+            f"{PAGE_AT_ONE_STEP}"
+        )
+    elif levels.last > rules.NEVER_FALLS * loss.values[0]:
+        notes.append(
+            f"{loss.name!r} begins at {loss.values[0]:.3g} and ends higher, at "
+            f"{levels.last:.3g}. If the first batch was not unusual, the rate is too "
+            "high, or data or objective became harder."
         )
     elif levels.last > FLAT * levels.second_tenth:
         notes.append(
@@ -127,7 +139,7 @@ def _notes_on_loss(run: signals.Run, findings: list[Finding]) -> list[str]:
             "GAN and a run that is done look so too. Else look at data, labels and "
             "learning rate."
         )
-    if DIVERGENCE in causes:
+    if levels.is_rise:
         return notes
     usual_values = rules.usual_before(loss.values)
     is_large_rise = loss.values - usual_values > LOSS_SPIKE_OVER_FALL * levels.fall

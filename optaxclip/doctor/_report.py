@@ -38,8 +38,8 @@ class Report(NamedTuple):
       not_judged: what the log lacks, columns or rows, and the names of the causes that
         need it.
       notes: sentences. What the reader left out or decided, how many steps look like
-        overflows of a loss scale, how large the largest norm is beside the median, and
-        whether recorders need names.
+        overflows of a loss scale, how large the largest norm is beside the median,
+        whether recorders need names, and a rise of the loss that the log explains.
       unit: what steps count: "step", or "row" if the log has no column of steps.
     """
 
@@ -168,7 +168,7 @@ def report_of(log: Log, loss_name: str | None) -> Report:
             "the loss as 'loss' and the norm as 'grad_norm' (optaxclip.record_norm(), "
             "optax.tree.norm), or metrics(state)."
         )
-    judgement = _judgement_of(run)
+    judgement = _judgement_of(run, log)
     first_findings = _without_consequences(judgement.findings, run)
     leaps = _leaps_of_rate(run, first_findings)
     findings = [
@@ -184,7 +184,7 @@ def report_of(log: Log, loss_name: str | None) -> Report:
             for column in [*run.looked_at, *rates]
         ],
         not_judged=judgement.not_judged,
-        notes=notes_of(log, run, findings),
+        notes=[*judgement.notes, *notes_of(log, run, findings)],
         unit=log.unit,
     )
 
@@ -199,11 +199,12 @@ class Judgement(NamedTuple):
     findings: list[Finding]  # of what broke
     findings_of_setup: list[Finding]
     not_judged: dict[str, list[str]]  # as in `Report`
+    notes: list[str]  # on what would be findings, if the log did not say why
 
 
-def _judgement_of(run: signals.Run) -> Judgement:
+def _judgement_of(run: signals.Run, log: Log) -> Judgement:
     """Goes through the table of causes."""
-    judgement = Judgement([], [], {})
+    judgement = Judgement([], [], {}, [])
     for cause in CAUSES:
         is_judged = False
         hits: list[Hit] = []
@@ -215,7 +216,15 @@ def _judgement_of(run: signals.Run) -> Judgement:
         if hits and cause.is_of_setup:
             judgement.findings_of_setup.append(_finding(cause, hits))
         elif hits:
-            judgement.findings.append(_finding(cause, hits))
+            finding = _finding(cause, hits)
+            reason = _reason_of_rise(finding, log) if cause.may_be_right else None
+            if reason is None:
+                judgement.findings.append(finding)
+            else:
+                judgement.notes.append(
+                    f"{finding.evidence}, from {log.unit} {finding.step} on. That may "
+                    f"be right: {reason}."
+                )
         if not is_judged and not cause.is_of_setup:
             names = judgement.not_judged.setdefault(_lacking(cause, run), [])
             # The table has two rows for some causes, such as growth and fall of scale.
@@ -228,11 +237,13 @@ def _without_consequences(findings: list[Finding], run: signals.Run) -> list[Fin
     """The findings that do not follow from something else that broke before."""
     # A NaN that stays makes other faults, such as gradients of 0 behind a ReLU.
     broken_step = min(_steps_at_broken_end(run.looked_at), default=np.inf)
-    # Where the loss had risen for good before, long gradients follow from that.
+    # Long gradients follow from a loss that rose for good, unless they come near the
+    # first row of the rise: then they may have made it.
     risen_steps: set[int] = set()
     if run.leveled_loss is not None:
         loss, levels = run.leveled_loss
-        risen_steps = {*loss.steps[rules.has_risen(loss.values, levels)]}
+        row = rules.row_of_rise(loss.values, levels)
+        risen_steps = {*loss.steps[row + rules.LONG_WINDOW // 2 :]}
     return [
         finding
         for finding in findings
@@ -281,21 +292,18 @@ def _steps_at_broken_end(columns: Sequence[Column]) -> list[int]:
 
 def _leaps_of_rate(run: signals.Run, findings: list[Finding]) -> list[Finding]:
     """The leaps of a logged learning rate that broke something: a finding begins, or is
-    worst, in the same row or in the five rows behind it, or it is among the steps near
-    which the loss begins to rise for good. Empty if there is none.
+    worst, in the ten rows before to the 20 rows behind. Empty if there is none.
     """
     broken_steps = np.array([(finding.step, finding.worst) for finding in findings])
-    if run.leveled_loss is not None:
-        loss, levels = run.leveled_loss
-        if levels.is_rise:
-            broken_steps = np.append(broken_steps, loss.steps[levels.rise_rows])
     hits: list[Hit] = []
     for columns in run.inputs_of_need[signals.RATE]:
         steps = columns[0].steps
         for hit in _hits(LEAP_OF_RATE, columns) or []:
             row = int(np.searchsorted(steps, hit.step))
-            last_step = steps[row : row + rules.SHORT_WINDOW + 1][-1]
-            is_near = (steps[row - 1] < broken_steps) & (broken_steps <= last_step)
+            # A noisy loss may seem to rise a few rows before.
+            first_row = max(0, row - rules.LONG_WINDOW // 2)
+            near_steps = steps[first_row : row + rules.LONG_WINDOW + 1]
+            is_near = (near_steps[0] <= broken_steps) & (broken_steps <= near_steps[-1])
             if is_near.any():
                 hits.append(hit)
     return [_finding(LEAP_OF_RATE, hits)] if hits else []
@@ -311,16 +319,38 @@ def _with_advice(finding: Finding, log: Log) -> Finding:
         return finding._replace(advice=advice)
     if finding.cause == CHANGE_OF_SCALE:
         for size in columns_named(signals.NAME_OF_SIZE, log):
-            is_behind = size.steps >= finding.step
-            past = size.values[~is_behind][-rules.LONG_WINDOW :]
-            future = size.values[is_behind][:1]
-            # A counter changes in all rows.
-            if len({*past}) == 1 and (future != past[0]).any():
-                advice = (
-                    f"{size.name!r} changes there from {past[0]:g} to {future[0]:g}"
-                )
-                return finding._replace(advice=advice)
+            change = _change_near(finding.step, size)
+            if change is not None:
+                return finding._replace(advice=change)
     return finding
+
+
+def _reason_of_rise(finding: Finding, log: Log) -> str | None:
+    """What in the log explains a loss that rises: a stage that changes there, or a
+    reward that is highest in the last quarter. None if nothing does.
+    """
+    for stage in columns_named(signals.NAME_OF_STAGE, log):
+        change = _change_near(finding.step, stage)
+        if change is not None:
+            return change
+    for reward in columns_named(signals.NAME_OF_REWARD, log):
+        quarters = np.array_split(reward.values, 4)
+        first, *_, last = levels = [np.median(quarter) for quarter in quarters]
+        if first < last == max(levels):
+            return f"{reward.name!r} rises from {first:.3g} to {last:.3g}"
+    return None
+
+
+def _change_near(step: int, column: Column) -> str | None:
+    """How a column changes near a step. None if it does not, or if it changes in other
+    rows too, as a counter.
+    """
+    row = int(np.searchsorted(column.steps, step))
+    past = column.values[: max(0, row - rules.SHORT_WINDOW)][-rules.LONG_WINDOW :]
+    future = column.values[row + rules.SHORT_WINDOW :][:1]
+    if len({*past}) != 1 or (future == past[0]).all():
+        return None
+    return f"{column.name!r} changes there from {past[0]:g} to {future[0]:g}"
 
 
 def _finding(cause: Cause, hits: list[Hit]) -> Finding:
@@ -341,6 +371,7 @@ def _finding(cause: Cause, hits: list[Hit]) -> Finding:
         step=min(steps),
         worst=worst_hit.step,
         rows=len(steps),
+        early_steps=sorted(steps)[:6],
         value=worst_hit.value,
         limit=cause.limit,
         evidence=cause.evidence.format(

@@ -60,6 +60,11 @@ def _shifted(values: Array) -> Array:
 
 # A norm that has come back, over the median before the spike.
 LOW_AGAIN_OVER_USUAL = 5.0
+# A burst of bad batches has so many rows at most. Behind it the norm falls by a factor,
+# and below a multiple of the median before the burst.
+LONGEST_BURST = 100
+FALL_BEHIND_BURST = 5.0
+LEVEL_BEHIND_BURST = 15.0
 # A loss diverges if its rise exceeds these multiples of the lowest level, of the whole
 # fall (a loss near 0 may rise many times over), and of the error of a level.
 LEAST_RISE = 0.1
@@ -86,16 +91,34 @@ def not_finite(values: Array) -> Array:
 
 def bad_batch(norm: Array) -> Array:
     """The norm over the median of up to 20 rows before, if a low norm follows within 20
-    rows. If the log ends before that, the norm must leap: the row before must be low.
+    rows, or the end of a burst within 100. If the log ends before that, the norm must
+    leap: the row before must be low.
     """
     usual_norm = usual_before(norm)
     low_norm = LOW_AGAIN_OVER_USUAL * usual_norm
-    padded = np.pad(norm[1:], (0, LONG_WINDOW), constant_values=np.inf)
-    next_rows = sliding_window_view(padded, LONG_WINDOW)
+    next_rows = _next_rows(norm, LONG_WINDOW)
     comes_back = next_rows.min(axis=1) < low_norm
+    lowest_level = _next_rows(_levels_behind_bursts(norm), LONGEST_BURST).min(axis=1)
+    burst_ends = lowest_level < LEVEL_BEHIND_BURST * usual_norm
     # Norms that grow until the log ends, or until they are NaN, are not a bad batch.
     leaps_at_end = np.isinf(next_rows[:, -1]) & (_shifted(norm) < low_norm)
-    return np.where(comes_back | leaps_at_end, norm / usual_norm, 0.0)
+    is_bad = comes_back | burst_ends | leaps_at_end
+    return np.where(is_bad, norm / usual_norm, 0.0)
+
+
+def _levels_behind_bursts(norm: Array) -> Array:
+    """The median of five rows where it falls at once, as behind a burst of bad batches,
+    and inf in other rows. Behind a change of data norms fall step by step.
+    """
+    past = _shifted(_medians(norm, SHORT_WINDOW))
+    future = _medians_ahead(norm, SHORT_WINDOW)
+    return np.where(past > FALL_BEHIND_BURST * future, future, np.inf)
+
+
+def _next_rows(values: Array, rows: int) -> Array:
+    """For each row the rows behind it. They are inf behind the end of the log."""
+    padded = np.pad(values[1:], (0, rows), constant_values=np.inf)
+    return sliding_window_view(padded, rows)
 
 
 def usual_before(values: Array) -> Array:
@@ -119,7 +142,7 @@ class LossLevels(NamedTuple):
     # What nearly all losses of the last two thirds exceed, over the first losses. 0
     # unless the loss never falls.
     kept_height: float
-    rise_rows: slice  # around the row in which the loss leaves its lowest level
+    rise_row: int  # near the row in which the loss leaves its lowest level
 
     @property
     def fall(self) -> float:
@@ -159,7 +182,6 @@ def loss_levels(loss: Array) -> LossLevels:
     error = (high - low) / np.sqrt(min(width, 50))
     lowest = levels.min()
     last_low_window = np.flatnonzero(levels <= lowest + 2 * error)[-1]
-    rise_row = stride * last_low_window + width // 2
     kept_level = np.quantile(loss[len(loss) // 3 :], 0.01)
     first = np.median(loss[:SHORT_WINDOW])
     # The steps after the first row may have blown the loss up for good.
@@ -175,7 +197,7 @@ def loss_levels(loss: Array) -> LossLevels:
         last=np.median(loss[-2 * width :]),
         error=error,
         kept_height=kept_height if never_falls else 0.0,
-        rise_rows=slice(max(0, rise_row - width), rise_row + width),
+        rise_row=stride * int(last_low_window) + width // 2,
     )
 
 
@@ -189,23 +211,36 @@ def divergence(loss: Array) -> Array | float:
     levels = loss_levels(loss)
     if not levels.is_rise:
         return 0.0
-    # The median of five rows around each row, of fewer at the ends of the log.
-    padded = np.pad(loss, 2, constant_values=np.nan)
-    rows_around = sliding_window_view(padded, 5)
-    smoothed = np.nanmedian(rows_around, axis=1)
-    stays_high = _lowest_ahead(smoothed) > levels.lowest + levels.rise / 2
-    return np.where(stays_high, smoothed / levels.lowest, 0.0)
+    values = np.zeros(len(loss))
+    row = row_of_rise(loss, levels)
+    values[row:] = _medians_around(loss, SHORT_WINDOW)[row:] / levels.lowest
+    return values
 
 
-def has_risen(loss: Array, levels: LossLevels) -> Array:
-    """bool[rows]: whether the loss rose for good in the rows before. From such a row on
-    the median of 20 rows stays above a quarter of the rise.
+def row_of_rise(loss: Array, levels: LossLevels) -> int:
+    """The first row from which on the loss stays above a quarter of its rise, and that
+    is itself above the noise. The number of rows if the loss does not rise for good.
     """
+    if not levels.is_rise and levels.kept_height == 0:
+        return len(loss)
     # A loss that never falls begins below its lowest median.
     low_level = min(levels.first, levels.lowest)
-    quarter = (levels.last - low_level) / 4
-    stays_up = _lowest_ahead(usual_before(loss)) > low_level + quarter
-    return stays_up & (levels.is_rise or levels.kept_height > 0)
+    rise = levels.last - low_level
+    lowest_to_come = _lowest_ahead(_medians_around(loss, LONG_WINDOW + 1))
+    stays_high = lowest_to_come > low_level + rise / 4
+    # A noisy loss that leaps raises medians a few rows before the leap.
+    least_rise = np.clip(LEAST_RISE_OVER_ERROR * levels.error, rise / 4, rise / 2)
+    heights = np.minimum(loss, _medians_around(loss, SHORT_WINDOW))
+    is_high = heights > low_level + least_rise
+    return int(np.argmax(np.append(stays_high & is_high, True)))
+
+
+def _medians_around(values: Array, rows: int) -> Array:
+    """For each row the median of `rows` rows around it, of fewer at the ends of the
+    log. Where values leap, this median leaps in the same row.
+    """
+    padded = np.pad(values, rows // 2, constant_values=np.nan)
+    return np.nanmedian(sliding_window_view(padded, rows), axis=1)
 
 
 def leap_of_rate(rate: Array) -> Array:

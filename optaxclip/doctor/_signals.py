@@ -53,6 +53,9 @@ NAME_OF_RATE = re.compile(r"(.*[/. ])?(lr|learning[ _-]?rate)([/-].*|_?\d+)?")
 NAME_OF_SIZE = re.compile(
     r"(.*[/._ -])?bs|.*(batch|scale|devices|accum|seq|size|stage|phase|curriculum).*"
 )
+NAME_OF_STAGE = re.compile(".*(stage|phase|curriculum).*")
+# reward, rollout/ep_rew_mean, charts/episodic_return
+NAME_OF_REWARD = re.compile(r"(.*[/._ -])?(rew|rewards?|returns?)([/._ -].*)?")
 NAME_OF_LOSS_SCALE = re.compile(".*(loss.?scale|scaler).*")
 MOST_OVERFLOWS = 0.1  # the share of rows with inf that a dynamic loss scale explains
 
@@ -81,66 +84,37 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     Raises:
       ValueError: there is no column `loss_name`.
     """
-    # What the log has.
-    loss = _loss_of(log, loss_name)
     logits = columns_named(NAMES_OF_LOGITS, log)
     # qk_clip names logits like norms.
-    columns_without_logits = dict(log.columns)
-    for column in logits:
-        del columns_without_logits[column.name]
-    log_without_logits = log._replace(columns=columns_without_logits)
-    global_norms = norms_of(log_without_logits)
-    tensors_of_norm = _tensors_of_norm(log_without_logits)
-    rates = columns_named(NAME_OF_RATE, log)
-    clips = _with_limits(log, NORM_OF_CLIP)
-    skips = _with_limits(log, NORM_OF_SKIP)
+    norms = _logged_norms(_without(logits, log))
     recorders = _recorders_of(log)
     recorded = _recorded(recorders)
-
-    # What follows from it.
-    if loss is not None:
-        loss = _zeros_as_nan(loss, global_norms)
-    columns_of_loss = [] if loss is None else [loss]
-    loss_above_0 = _above_0(loss)
-    tensor_totals = [
-        total_of(f"{norm}/*", tensors) for norm, tensors in tensors_of_norm.items()
-    ]
-    logged_norms = global_norms or tensor_totals
     # Recorders repeat the norms of a clipper or the loop, so theirs come second.
-    gradient_norms = logged_norms or recorded.gradient_norms
-    norms_and_loss: RuleInputs = []
-    if loss_above_0 is not None:
-        norms_and_loss = [(norm, loss_above_0) for norm in gradient_norms]
-    # A norm is judged alone only if there is no loss. Beside a loss below 0 it is not:
-    # in REINFORCE (benchmarks/doctor) rewards of another scale would look like a change
-    # of scale.
-    norms_and_any_loss = norms_and_loss
-    if loss is None:
-        norms_and_any_loss = _one_by_one(gradient_norms)
-    tensor_norms = chain(*tensors_of_norm.values(), *recorded.inputs_of_need[GRADIENTS])
-    has_loss_scale = bool(columns_named(NAME_OF_LOSS_SCALE, log))
+    gradient_norms = norms.norms_of_all or recorded.gradient_norms
+    loss = _loss_of(log, loss_name, norms.global_norms)
+    columns_of_loss = [] if loss is None else [loss]
+    tensor_norms = chain(norms.tensor_norms, *recorded.inputs_of_need[GRADIENTS])
     norms_without_overflows, overflow_steps = _all_without_overflows(
-        [*global_norms, *tensor_norms, *recorded.update_norms], has_loss_scale
+        [*norms.global_norms, *tensor_norms, *recorded.update_norms],
+        has_loss_scale=bool(columns_named(NAME_OF_LOSS_SCALE, log)),
     )
-
-    # What the rules read.
+    clips = _with_limits(log, NORM_OF_CLIP)
+    skips = _with_limits(log, NORM_OF_SKIP)
     inputs_of_need: dict[str, RuleInputs] = {
         LOSS_OR_NORM: _one_by_one([*columns_of_loss, *norms_without_overflows]),
-        LOSS: [] if loss_above_0 is None else [(loss_above_0,)],
+        **_inputs_of_loss(loss, gradient_norms),
         NORM: _one_by_one(gradient_norms),
-        NORM_AND_ANY_LOSS: norms_and_any_loss,
-        NORM_AND_LOSS: norms_and_loss,
-        EVERY_NORM: _one_by_one([*logged_norms, *recorded.gradient_norms]),
+        EVERY_NORM: _one_by_one([*norms.norms_of_all, *recorded.gradient_norms]),
         LOGITS: _one_by_one(logits),
-        RATE: _one_by_one(rates),
+        RATE: _one_by_one(columns_named(NAME_OF_RATE, log)),
         CLIP: clips,
         SKIP_AND_CLIP: [(*skip, *clip) for skip, clip in product(skips, clips)],
         **recorded.inputs_of_need,
     }
     looked_at = [
         *columns_of_loss,
-        *global_norms,
-        *tensor_totals,
+        *norms.global_norms,
+        *norms.totals,
         *logits,
         *recorded.gradient_norms,
         *recorded.update_norms,
@@ -149,21 +123,46 @@ def run_of(log: Log, loss_name: str | None) -> Run:
         inputs_of_need=inputs_of_need,
         looked_at=looked_at,
         gradient_norms=gradient_norms,
-        leveled_loss=_with_levels(loss_above_0),
+        leveled_loss=_with_levels(_above_0(loss)),
         recorders=recorders,
         overflow_steps=overflow_steps,
     )
 
 
-def _loss_of(log: Log, name: str | None) -> Column | None:
-    """The column of the loss. None if no name is given and the log has no loss."""
-    if name is None:
-        return loss_of(log)
-    loss = column_called(name, log)
+def _inputs_of_loss(
+    loss: Column | None, gradient_norms: Sequence[Column]
+) -> dict[str, RuleInputs]:
+    """The arguments of the rules that read a loss, alone or beside norms."""
+    loss_above_0 = _above_0(loss)
     if loss is None:
-        names = quoted(list(log.columns))
-        raise ValueError(f"there is no loss {name!r} in it, only {names}.")
-    return loss
+        losses: RuleInputs = []
+        norms_and_loss: RuleInputs = []
+        norms_and_any_loss = _one_by_one(gradient_norms)
+    elif loss_above_0 is None:
+        # A norm beside a loss below 0 is not judged as if it were alone: in REINFORCE
+        # (benchmarks/doctor) rewards of another scale would look like a change of
+        # scale.
+        losses = norms_and_loss = norms_and_any_loss = []
+    else:
+        losses = [(loss_above_0,)]
+        norms_and_loss = [(norm, loss_above_0) for norm in gradient_norms]
+        norms_and_any_loss = norms_and_loss
+    return {
+        LOSS: losses,
+        NORM_AND_LOSS: norms_and_loss,
+        NORM_AND_ANY_LOSS: norms_and_any_loss,
+    }
+
+
+def _loss_of(log: Log, name: str | None, norms: Sequence[Column]) -> Column | None:
+    """The column of the loss. None if no name is given and the log has no loss."""
+    loss = loss_of(log) if name is None else column_called(name, log)
+    if loss is not None:
+        return _zeros_as_nan(loss, norms)
+    if name is None:
+        return None
+    names = quoted(list(log.columns))
+    raise ValueError(f"there is no loss {name!r} in it, only {names}.")
 
 
 def _zeros_as_nan(loss: Column, norms: Sequence[Column]) -> Column:
@@ -200,15 +199,37 @@ def _with_levels(loss: Column | None) -> tuple[Column, LossLevels] | None:
     return finite_loss, loss_levels(finite_loss.values)
 
 
-def _tensors_of_norm(log: Log) -> dict[str, list[Column]]:
-    """The norms of tensors, by the name of the norm: a log may have clip/norm_before/w
-    and record/norm/w.
-    """
-    tensors: dict[str, list[Column]] = defaultdict(list)
-    for column in columns_named(TENSOR_PATTERN, log):
+class LoggedNorms(NamedTuple):
+    """The norms of gradients that a log has, without those of recorders."""
+
+    global_norms: list[Column]  # of all tensors together
+    tensor_norms: list[Column]
+    totals: list[Column]  # of all tensors together, from the norms of tensors
+
+    @property
+    def norms_of_all(self) -> list[Column]:
+        """The global norms. Without any, the totals."""
+        return self.global_norms or self.totals
+
+
+def _logged_norms(log: Log) -> LoggedNorms:
+    tensor_norms = columns_named(TENSOR_PATTERN, log)
+    # A log may have clip/norm_before/w and record/norm/w.
+    tensors_of_norm: dict[str, list[Column]] = defaultdict(list)
+    for column in tensor_norms:
         norm, *_ = re.split(SLASH_AFTER_NORM, column.name, maxsplit=1)
-        tensors[norm].append(column)
-    return tensors
+        tensors_of_norm[norm].append(column)
+    totals = [
+        total_of(f"{norm}/*", tensors) for norm, tensors in tensors_of_norm.items()
+    ]
+    return LoggedNorms(norms_of(log), tensor_norms, totals)
+
+
+def _without(columns: Sequence[Column], log: Log) -> Log:
+    """A log without some columns."""
+    names = {column.name for column in columns}
+    kept = {name: column for name, column in log.columns.items() if name not in names}
+    return log._replace(columns=kept)
 
 
 def total_of(name: str, norms: Sequence[Column]) -> Column:

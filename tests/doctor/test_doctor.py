@@ -387,7 +387,7 @@ def test_the_command_prints_a_table(log, capsys):
     ratio = 50 / np.median([*norms[20:30], 40.0, *norms[31:40]])
     line = f"step    300  bad batch         'grad_norm' is {ratio:.3g} times the median"
     assert text.startswith(line) and "(at step 400, limit 15)\n" in text
-    assert "\n             2 rows show it\n" in text
+    assert "\n             2 rows show it: 300, 400\n" in text
     assert "may be too high\n             see docs/run_health.md (My loss " in text
     assert "Looked at 'train/loss' (60 rows), 'grad_norm' (60 rows)." in text
     assert "Note: The rows are 10 steps apart." in text
@@ -400,7 +400,7 @@ def test_the_command_counts_rows_where_there_are_no_steps(log, capsys):
     main([str(log)])
     text = capsys.readouterr().out
     assert text.startswith("row      30  bad batch  ")
-    assert "(at row 40, limit 15)\n             2 rows show it\n" in text
+    assert "(at row 40, limit 15)\n             2 rows show it: 30, 40\n" in text
     assert "\nNote: There is no column of steps, so rows are counted, from 0.\n" in text
     assert "times its median, at row 40. See" in text
 
@@ -431,7 +431,7 @@ def test_nothing_found_names_what_was_looked_at(tmp_path, capsys):
 def test_the_largest_of_each_norm_is_noted():
     """Below the limit of a bad batch, a norm of 8 medians may still want a clip."""
     other_norms = np.array([*calm(), np.inf])
-    norms = 1000 * other_norms
+    norms = 10 * other_norms
     norms[40] = 8 * np.median(norms[:-1])
     rows = rows_of(step=range(0, 610, 10), a__grad_norm=other_norms, b__grad_norm=norms)
     # One norm that is inf, and is followed by others, is no cause.
@@ -451,6 +451,23 @@ def test_the_largest_of_each_norm_is_noted():
     assert note_on_end.endswith(
         "at step 570. If norms grow up to there, lower the learning rate."
     )
+
+
+def test_of_many_rows_the_first_six_are_listed(log, capsys):
+    norms = calm()
+    norms[10:60:5] = 50.0
+    lines = [f"{10 * n},{norm},{1 / (n + 1)}" for n, norm in enumerate(norms)]
+    log.write_text("\n".join(["Step,grad_norm,train/loss", *lines]))
+    main([str(log)])
+    text = capsys.readouterr().out
+    assert "\n             10 rows show it: 100, 150, 200, 250, 300, 350, ...\n" in text
+
+
+def test_norms_that_are_always_huge_have_a_note():
+    (note,) = examine(rows_of(grad_norm=845 * calm())).notes
+    assert note.startswith("'grad_norm' is never below 84")
+    assert "loss scale, at sum or mean, and at the scale of the inputs" in note
+    assert examine(rows_of(grad_norm=changed(845 * calm(), {3: 99.0}))).notes == []
 
 
 def test_a_log_without_norms_has_no_largest_one():
@@ -541,7 +558,7 @@ def test_a_note_says_where_a_loss_began_to_rise():
     loss = np.append(loss, np.full(100, 4.0))
     (note,) = examine(rows_of(loss=loss)).notes
     assert note.startswith(
-        "'loss' rises from 3 near row 198 to 4 in its last rows. That may"
+        "'loss' rises from 3 near row 199 to 4 in its last rows. That may"
     )
     # Windows of many rows tell a rise from noise of the same size.
     noise = np.random.default_rng(0).normal(scale=0.5, size=1200)
@@ -559,7 +576,7 @@ def test_a_note_says_where_a_loss_began_to_rise():
     report = examine(rows_of(loss=np.append(loss, np.full(100, 8.0))))
     assert [finding.cause for finding in report.findings] == ["divergence"]
     (note,) = report.notes
-    assert note.startswith("'loss' rises from 3 near row 198 to 8 in its last rows")
+    assert note.startswith("'loss' rises from 3 near row 199 to 8 in its last rows")
 
 
 def test_a_loss_that_stays_from_early_on_has_a_note():
