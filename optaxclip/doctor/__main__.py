@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from .._logs.columns import NO_STEPS
-from .._logs.output import printing
+from .._logs.output import printing, text_of
 from ._causes import Finding
 from ._report import Report, read_and_judge
 
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
     # A file that is of no use ends in one line on stderr, without a traceback.
     except (OSError, ValueError) as error:
-        sys.exit(str(error))
+        sys.exit(text_of(error, "doctor"))
     with printing():
         print(_text(report))
 

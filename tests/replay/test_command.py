@@ -160,7 +160,7 @@ def test_a_run_that_the_doctor_calls_broken_gets_no_limit(log, command):
     healthy = NORMS**0.1
     dead = np.where(steps < 120, healthy, 1e-9 * healthy)
     norms_and_losses = {
-        "from step 120 on 'loss' is 2.48 times its lowest": (healthy, rises),
+        "from step 120 on 'loss' rises to 2.48 times its lowest": (healthy, rises),
         "on 'grad_norm' falls to nearly 0, and the loss does": (dead, falls),
         "on 'grad_norm' grows ": (healthy * np.exp(steps / 40), falls),
     }
@@ -189,7 +189,7 @@ def test_earlier_bad_batches_do_not_hide_a_divergence(log, command):
     losses = np.where(np.arange(SIZE) < 120, 2.0 + NORMS / 100, 5.0)
     log.write_text(log_with_loss(norms, losses))
     advice = command(log).splitlines()[1]
-    assert advice.startswith("The run broke: from step 120 on 'loss' is 2.")
+    assert advice.startswith("The run broke: from step 120 on 'loss' rises to 2.")
 
 
 def test_accidents_are_no_broken_run(log, command):
