@@ -120,14 +120,14 @@ def _cleaned_text(data: bytes) -> str:
 def _unzipped(data: bytes, notes: Notes) -> bytes:
     """The content of a gzip file, up to where it is cut off."""
     file = gzip.GzipFile(fileobj=io.BytesIO(data))
-    content = b""
+    content = bytearray()
     try:
         # `read1` returns what is there, also of a file that ends too early.
         while chunk := file.read1(2**20):
             content += chunk
     except EOFError:
         notes.append("The gzip file is cut off, and read up to there.")
-    return content
+    return bytes(content)
 
 
 def _rows_of_arrays(data: bytes, notes: Notes) -> Sequence[Row]:
@@ -295,10 +295,11 @@ def _dict_at(text: str, start: int) -> tuple[Row | None, int]:
         return None, start + 1
     try:
         literal = _WithLiterals().visit(ast.parse(printed[0], mode="eval"))
-        return dict(ast.literal_eval(literal)), printed.end()
+        row = ast.literal_eval(literal)
     except (ValueError, SyntaxError, TypeError):
-        # Braces of other text.
-        return None, start + 1
+        row = None
+    # Other text has braces too, and a set prints like a dict.
+    return (row, printed.end()) if isinstance(row, dict) else (None, start + 1)
 
 
 class _WithLiterals(ast.NodeTransformer):

@@ -203,28 +203,31 @@ def why(
 
 def _recording(metrics: dict[str, float]) -> Recording:
     """The norm in the metrics of a state, or the loss if only that broke its limit."""
-    # NaN counts as inf: neither is within a limit. A limit that is NaN is none.
-    numbers = {
-        name: math.inf if math.isnan(number) else number
-        for name, number in metrics.items()
-    }
     for prefix in _prefixes(metrics):
-        norm = numbers.get(f"{prefix}/norm", numbers.get(f"{prefix}/norm_before"))
+        norm = metrics.get(f"{prefix}/norm", metrics.get(f"{prefix}/norm_before"))
         if norm is None:
             continue
-        limit = numbers.get(f"{prefix}/limit", math.inf)
+        limit = metrics.get(f"{prefix}/limit", math.inf)
         # A clipper may clip every step, so its limit tells no broken ones.
         if prefix == "clip":
             limit = math.inf
-        loss = numbers.get(f"{prefix}/loss", -math.inf)
-        loss_limit = numbers.get(f"{prefix}/loss_limit", math.inf)
-        norm_is_fine = norm < limit
+        loss = metrics.get(f"{prefix}/loss", -math.inf)
+        loss_limit = metrics.get(f"{prefix}/loss_limit", math.inf)
         # A state without a loss has -inf, which is fine.
-        loss_is_fine = loss < loss_limit
-        if norm_is_fine and not loss_is_fine:
-            return Recording("loss", value=loss, limit=loss_limit)
-        return Recording("norm", value=norm, limit=limit)
+        loss_is_fine = loss == -math.inf or _is_within(loss, loss_limit)
+        if _is_within(norm, limit) and not loss_is_fine:
+            return Recording("loss", value=_inf_for_nan(loss), limit=loss_limit)
+        return Recording("norm", value=_inf_for_nan(norm), limit=limit)
     return Recording("norm", value=None, limit=math.inf)
+
+
+def _is_within(number: float, limit: float) -> bool:
+    """Whether a skip lets a norm or a loss pass: it is finite and at most the limit."""
+    return math.isfinite(number) and number <= limit
+
+
+def _inf_for_nan(number: float) -> float:
+    return math.inf if math.isnan(number) else number
 
 
 def _prefixes(metrics: dict[str, float]) -> list[str]:
@@ -232,7 +235,7 @@ def _prefixes(metrics: dict[str, float]) -> list[str]:
 
     1. Skips that skipped, the outermost first: the state of a skip inside them is that
        of an earlier step.
-    2. A skip that did not.
+    2. A skip that let the step pass.
     3. record_spikes and a clipper, in the order of the chain: the second of them may
        see clipped gradients.
     4. A recorder of norms, which has no limit.
@@ -357,7 +360,7 @@ def _examples(
     # A weighted mean over padding alone is 0 / 0. With other examples it is finite.
     is_finite = np.isfinite(values)
     broken = [rows for rows in microbatches if not is_finite[rows].any()]
-    # One replay of the whole batch may show this for all of them.
+    # If the whole batch is finite, all of them are padding.
     if broken and math.isfinite(value_of(slice(None))):
         values[~is_finite] = 0.0
         broken = []
@@ -461,15 +464,16 @@ def _cause(recording: Recording, evidence: Evidence) -> str:
         values = [recording.value, *values]
     if not math.isclose(min(values), max(values), rel_tol=ROUNDING):
         return "chip"
-    if values[0] < limit:
+    if _is_within(values[0], limit):
         return "none"
-    if evidence.in_float32 < limit:
+    if _is_within(evidence.in_float32, limit):
         return "dtype"
-    if evidence.examples.value_without_far < limit:
+    if _is_within(evidence.examples.value_without_far, limit):
         return "data"
     # Weights that are not finite make any gradient wrong, and a wrong backward pass
     # leaves the loss as it is.
     can_be_layer = recording.quantity == "norm" and not evidence.tensors.not_finite
-    if can_be_layer and 0 < evidence.tensors.norm_without_far < limit:
+    norm_without_far = evidence.tensors.norm_without_far
+    if can_be_layer and norm_without_far > 0 and _is_within(norm_without_far, limit):
         return "layer"
     return "model"

@@ -262,6 +262,20 @@ def test_one_example_is_differentiated_at_a_time(saved):
     assert set(sizes) == {EXAMPLES, 1, EXAMPLES - 1}
 
 
+def test_numbers_that_equal_their_limits_are_within_them(tmp_path):
+    """As the skip has it, which let the step pass."""
+
+    def linear(params, x):
+        return jnp.mean(x @ params)
+
+    params, x = np.ones(2, np.float32), np.array([[3.0, 4.0]], np.float32)
+    optimizer = optaxclip.skip_spikes(ADAM, 5.0, loss_rule=7.0)
+    value, grads = value_and_grad(linear)(params, x)
+    _, state = optimizer.update(grads, optimizer.init(params), params, value=value)
+    assert state.norm == 5.0 and state.loss == 7.0 and not state.skipped
+    assert why(linear, save(tmp_path / "step.npz", params, (x,), state)).cause == "none"
+
+
 def test_a_loss_that_breaks_only_its_own_limit(saved):
     optimizer = optaxclip.skip_spikes(ADAM, 1e9, loss_rule=30.0)
     verdict = why(loss, saved(PARAMS, outlier(), None, optimizer))
