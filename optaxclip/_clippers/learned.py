@@ -378,7 +378,8 @@ def aggc(
     A group that explodes does not shorten the others, and one that dies away can be
     lifted. A norm above `high * average` is brought down to it, even where `low` is
     higher, as by default. With the defaults a steady norm is shortened by 10 % in every
-    step but the first: its edge is 0.54 of it, and `down` ends at 0.9.
+    step but the first: the upper edge comes down to 0.54 of the norm, but `down` allows
+    no less than 0.9.
 
     Args:
       low, high: the edges, as multiples of the average. At least 0. Numbers or
@@ -470,8 +471,8 @@ def adagn(
 
     A steady norm becomes 1, whatever the scale of the loss, and one that falls becomes
     less. A norm that rises may become more: after a long steady run up to the root of
-    decay1^2 / decay2 + (1 - decay1)^2 / (1 - decay2), which is 1.20 by default, and
-    12.7 with 0.6 and 0.999. Stable-SPAM puts `adaclip` first, then this, then Adam with
+    decay1^2 / decay2 + (1 - decay1)^2 / (1 - decay2). By default this is 1.20. With 0.6
+    and 0.999 it is 12.7. Stable-SPAM puts `adaclip` first, then this, then Adam with
     `reset_momentum`. GradientStabilizer is this alone, before any optimizer, with
     `adagn(0.6, 0.999, eps=1e-12)`.
 

@@ -75,7 +75,7 @@ def read_program(
 
     Args:
       name_of_leaf: what errors call each leaf of params, by its path.
-      trained_paths: of the leaves that are trained.
+      trained_paths: the paths of the trained leaves.
 
     Raises:
       TypeError: a loss that is not a real scalar.

@@ -21,8 +21,8 @@ and under jit nothing is copied.
 Which rule? One that remembers raw norms (a window, as in `skip_step`) accepts a lasting
 change within its length, but frequent spikes raise its limit. One that remembers what
 it would have let through (`z_score`, `log_z_score`, `ema_ratio`) does not learn from
-spikes. But if norms rise for good it may not accept them for long, and no weight moves
-while it skips: give it room (`z_score(4.0)`) or `max_consecutive`.
+spikes. But if norms rise for good it may not accept them for a long time, and no weight
+moves while it skips: give it room (`z_score(4.0)`) or `max_consecutive`.
 
 The gradient is measured as it comes in, so clippers go inside. Behind a clipper no norm
 is above its limit, and no step is skipped for its norm.
@@ -129,9 +129,9 @@ def skip_nonfinite(
 
     Returns:
       A transformation with a `SkipState`. All extra arguments of its `update` go on to
-      the optimizer, and `grad_norm=`, a norm measured elsewhere, is used here too. The
-      derivative through a skipped step, such as by a learning rate, is NaN. With
-      `optax.apply_if_finite` it is finite.
+      the optimizer, and `grad_norm=`, a norm measured elsewhere, is used here too. A
+      derivative that is taken through a skipped step, such as by a learning rate, is
+      NaN. With `optax.apply_if_finite` it is finite.
 
     Raises:
       ValueError: a `max_consecutive` that is negative or NaN. TypeError: one that is

@@ -138,7 +138,7 @@ def _width_of_ghost(
     if microbatch:
         return _width_of_microbatch(problem, microbatch)
     # If no more numbers are kept than captured, the whole batch takes at most twice the
-    # memory of the captured arrays. Otherwise kept numbers get the memory of one pass.
+    # memory of the captured arrays.
     if ghost.kept_size <= ghost.captured_size:
         return problem.size
     fitting_width = _fitting_width(problem.size, ghost.kept_size, ghost.captured_size)
@@ -200,7 +200,7 @@ def _fitting_width(size: int, kept_size: int, captured_size: int) -> int:
 def costs_of(
     problem: Problem, ghost: GhostClipping | None, microbatch: int | None
 ) -> dict[str, float]:
-    """The estimated time of each method, in times of the plain gradient."""
+    """The estimated time of each method. That of the plain gradient is 1."""
     gradient_work = MULTIPLICATIONS_PER_NUMBER * problem.gradient_size
     # All work is for one example. The loss runs forward, backward to its inputs, and
     # backward to its parameters. The plain gradient is written once for the batch.
@@ -235,9 +235,9 @@ def _method_for_convolutions(
 ) -> tuple[str, int | None]:
     """The method and the microbatch, changed where XLA would compute wrong gradients of
     examples by a convolution's kernel. Ghost clipping is right if it does not need
-    these gradients. If it does, a batch that jit splits over devices is refused. Of
-    groups and of float64 one example is taken at a time, since on a CPU the NaN of one
-    would reach the others, and groups are slow.
+    these gradients. If it does, a batch that jit splits over devices is refused.
+    Grouped and float64 convolutions take one example at a time, since on a CPU the NaN
+    of one example would reach the others, and grouped ones are slow.
 
     Raises:
       ValueError: a batch that is split. The compiler raises it if only the compiler

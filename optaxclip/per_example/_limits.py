@@ -32,13 +32,12 @@ from ..shrinks import Shrink, factor_per_limit_of, hard, is_ours
 from ._problem import Problem
 
 Arrays = list[Array]
-# The terms of a gradient may be this many times as long as their sum. If they cancel to
-# less, rounding is too large a part of it. Then the norm used for clipping is 1/16 of
-# sum |term|, longer than the true one.
+# If the terms of a gradient cancel to less than 1/16 of sum |term|, rounding is too
+# large a part of their sum. Then sum |term| / 16 counts as the norm.
 MAX_CANCELLATION = 16
 # Numbers below 1.2e-38 may be flushed to 0, and the bounds do not count them. They are
-# too small to matter beside limits of at least 1e-5, and while no factor is above 1e5
-# limits.
+# too small to matter if limits are at least 1e-5, and factors at most 1e5 times the
+# limit.
 LEAST_LIMIT = 1e-5
 MOST_FACTOR_PER_LIMIT = 1e5
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
@@ -119,20 +118,21 @@ class Limits(NamedTuple):
 
     def example_limit(self, norm_of_sum: float) -> tuple[Any, str | None]:
         """The limit of the norm of one example over all groups, and None. Or None, and
-        why nothing is proved of the norm, as a sentence. For traced limits only the run
-        knows what is proved: the limit is inf if nothing is.
+        why there is no proof of a limit, as a sentence. A traced limit has its value
+        only when the program runs. Then it is inf if there is no proof.
 
         Args:
-          norm_of_sum: the most that the norm of the sum may be, in limits.
+          norm_of_sum: the most that the norm of the sum may be, as a multiple of the
+            limit.
         """
         # `over_limit` returns at most 1, and multiplies by at most 1 over the limit.
         factor_per_limit = factor_per_limit_of(self.shrink)
         if self.shrink is not over_limit and factor_per_limit > MOST_FACTOR_PER_LIMIT:
-            fault = "may return more than the limit"
+            obstacle = "may return more than the limit"
             if is_ours(self.shrink):
-                fault = "may lengthen a small gradient by more than 1e5 limits"
+                obstacle = "may lengthen a small gradient by more than 1e5 limits"
             return None, (
-                f"the shrink {shown(self.shrink)} {fault}. Take another one of "
+                f"the shrink {shown(self.shrink)} {obstacle}. Take another one of "
                 "optaxclip.shrinks, such as hard."
             )
         if not any(limit is None for limit in self.values):

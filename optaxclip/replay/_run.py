@@ -189,7 +189,7 @@ GUARD_RATE = 0.01
 # The highest guard, in medians of the norms. If more than 1 % of the steps are broken,
 # a limit that clips 1 % lies among the norms of broken steps, and lets them through.
 MAX_GUARD_IN_MEDIANS = 20
-# Nor does a limit guard that clips more than this share of the steps.
+# A limit that clips more than this share of the steps is no guard.
 MAX_GUARD_RATE = 0.2
 # Among fewer norms a single one is more than 1 %.
 MIN_NORMS = 100
@@ -261,8 +261,8 @@ def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
     """Candidate rules for a history of norms, each with the share of steps that it
     would have clipped.
 
-    It counts on the norms as they were recorded. Clipping changes a run, so this is a
-    place to start, not a forecast.
+    The shares are of the norms as they were recorded. Clipping changes a run, so this
+    is a place to start, not a forecast.
 
     Args:
       norms: the history, [steps]. Norms that are NaN, 0, or beyond the range of float32
@@ -279,8 +279,8 @@ def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
       The guard is the fixed limit, up to twenty times the median, that clips nearest to
       1 % of the steps, and at most 20 % of them. It clips none only if all others clip
       more. Fewer than 100 norms cannot show 1 %, and have no guard. Norms that look
-      clipped have none either: 5 % or more are within 0.1 % of the largest, and these
-      are more than three times as many as share any other value.
+      clipped have none either. They do if 5 % or more are within 0.1 % of the largest,
+      and no other value is even a third as common.
 
     Raises:
       ValueError: a history that is not [steps], a negative norm, fewer than two finite

@@ -213,8 +213,8 @@ class WindowedMean(Rule):
         schedule.
       window: how many norms are remembered. A whole number, at least 1. The length is
         part of the state: a restored state goes on with its own.
-      ddof: what is taken off the count in the variance: 0 the population's, 1 the
-        sample's.
+      ddof: what is subtracted from the count in the variance: 0 for the population's,
+        1 for the sample's.
       floor: the deviation counts as at least this much, in units of the norm. At least
         0. A number or a schedule.
       current: whether the norm of this step is in the statistic that it is held
@@ -287,7 +287,7 @@ def mean_and_deviation(ddof: ArrayLike, window: Window) -> tuple[Array, Array]:
     variance = jnp.var(quotients, axis=-1, keepdims=True, where=is_filled)
     # As a float: under strict promotion JAX multiplies no float with an integer.
     count = count.astype(variance.dtype)
-    # `count - ddof` is 0 for as many norms as ddof.
+    # With as many norms as ddof, `count - ddof` is 0.
     variance = variance * count / jnp.maximum(count - ddof, 1)
     mean = anchor + largest * mean_quotient
     deviation = largest * jnp.sqrt(variance)

@@ -1,5 +1,7 @@
 """Plans: how the norm of an example's gradient G by each parameter is computed, and the
-weighted sum over examples. `norm_by` of a plan is one of:
+weighted sum over examples. At position t, a_t is the input of the parameter's equation
+and c_t the cotangent of its output: G = sum_t a_t c_t'. f is the factor of the example.
+`norm_by` of a plan is one of:
 
     product    |a| |c|: one position
     rows       |c|, after the cotangents of each row are added up: lookups

@@ -130,7 +130,7 @@ def split_loss(loss: ClosedJaxpr, params: list[Array]) -> SplitProgram:
 
 @dataclass
 class _Splitter:
-    """The steps of a program up to one of its equations, and the sites of the loss."""
+    """The steps of a program, built equation by equation, and the sites of the loss."""
 
     scan_lengths: tuple[int, ...]  # of the scans around it, outermost first
     all_sites: list[Site]
@@ -211,7 +211,7 @@ class _Splitter:
             self._add_scan(eqn, flow)
             return
         # By jax.vmap, gradients of a site are made for all examples at once, and inside
-        # a scan an equation without data runs for all turns at once.
+        # a scan an equation without data runs for all iterations at once.
         is_mapped = is_site or (len(self.scan_lengths) > 0 and not has_data)
         _check_equation(eqn, in_origins, is_mapped=is_mapped)
         if is_site:
@@ -233,20 +233,22 @@ class _Splitter:
     def _add_scan(self, eqn: JaxprEqn, flow: Flow) -> None:
         consts_end, carry_end = ends_of_scan(eqn)
         carry = slice(consts_end, carry_end)
-        # The carry is data, since it differs from turn to turn.
+        # The carry is data, since it differs between iterations.
         self.turn_into_data(eqn.invars[carry], flow.to_inputs[carry])
-        # Read after that. A parameter may be a carry and another input of the scan. If
-        # it were not data in both, its cotangent would be counted twice.
+        # Origins are read after that: a parameter that is both the carry and another
+        # input must be data in both, or its cotangent would be counted twice.
         in_origins = self.origins_of_inputs(eqn, flow)
         scan_depth = len(self.scan_lengths)
-        slices = [_slice(origin, scan_depth) for origin in in_origins[carry_end:]]
-        origins_in_turn = [
+        slices = [
+            _origin_of_slice(origin, scan_depth) for origin in in_origins[carry_end:]
+        ]
+        origins_in_iteration = [
             *in_origins[:consts_end],
             *[DATA] * (carry_end - consts_end),
             *slices,
         ]
         lengths = (*self.scan_lengths, eqn.params["length"])
-        body = self._split_body(eqn, origins_in_turn, flow, lengths)
+        body = self._split_body(eqn, origins_in_iteration, flow, lengths)
         self._add_step(eqn, [DATA] * len(eqn.outvars), body=body)
 
     def _split_body(
@@ -362,8 +364,8 @@ def _origins_without_data(eqn: JaxprEqn, in_origins: list[Origin]) -> list[Origi
     return [origin._replace(out_index=index) for index in range(len(eqn.outvars))]
 
 
-def _slice(origin: Origin, scan_depth: int) -> Origin:
-    """The slice that a scan of this depth hands to its body in one turn."""
+def _origin_of_slice(origin: Origin, scan_depth: int) -> Origin:
+    """The slice that a scan of this depth hands to its body in one iteration."""
     view = origin.view
     if view:
         path = (*view.path, ("scan", view.axes))
