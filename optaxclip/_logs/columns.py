@@ -117,16 +117,20 @@ def _check_one_row_a_step(rows: Sequence[Row], step_name: str | None) -> None:
     """
     names = {name.lower(): name for row in rows[:1] for name in row}
     metric_names = [names[name] for name in NAMES_OF_METRIC if name in names]
-    if step_name is None or not metric_names or "value" not in names:
+    is_long = step_name is not None and "value" in names and metric_names
+    if not is_long or any(map(_is_loss_or_norm, names)):
         return
-    metric_name, *_ = metric_names
-    metrics = {str(row.get(metric_name)).lower() for row in rows}
-    if any("loss" in metric or "norm" in metric for metric in metrics):
+    metrics = {str(row.get(metric_names[0])).lower() for row in rows}
+    if any(map(_is_loss_or_norm, metrics)):
         raise ValueError(
             "it has a row for each metric. Make one row for each step first, in "
-            f"pandas: df.pivot_table(index={step_name!r}, columns={metric_name!r}, "
-            f"values={names['value']!r}).to_csv('wide.csv')"
+            f"pandas: df.pivot(index={step_name!r}, columns={metric_names[0]!r}, "
+            f"values={names['value']!r}).to_csv('wide.csv', na_rep='nan')"
         )
+
+
+def _is_loss_or_norm(name: str) -> bool:
+    return "loss" in name or "norm" in name
 
 
 def _take_out_steps(

@@ -423,13 +423,14 @@ def _verdict(recording: Recording, evidence: Evidence) -> Verdict:
     value = recording.value
     examples = evidence.examples
     tensors = evidence.tensors
-    not_told = [*evidence.not_told]
+    not_told = []
     if value is None:
         # A norm with a name of its own may be of a part, as in `optax.partition`.
         not_told.append(
             "chip: no norm of the whole gradient under skip/norm, spike/norm, "
             "clip/norm_before or record/norm"
         )
+    not_told += evidence.not_told
     if recording.limit == math.inf and not math.isnan(examples.median):
         recording = recording._replace(limit=LIMIT_IN_MEDIANS * abs(examples.median))
     cause = _cause(recording, evidence)

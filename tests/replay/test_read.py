@@ -142,7 +142,7 @@ WRONG = [
     ),
     (
         "step,Metric,value\n0,loss,1.5\n0,grad_norm,2.5\n",
-        r"a row for each metric.* df.pivot_table\(index='step', columns='Metric', val",
+        r"a row for each metric.* df.pivot\(index='step', columns='Metric', val",
     ),
 ]
 
@@ -478,6 +478,11 @@ def test_a_quote_that_never_closes_hides_no_dicts(tmp_path):
     text = 'run "a\n' + 10_000 * "{'norm': 1.5}\n"
     with pytest.warns(UserWarning, match="outside of complete {...} are left out: 1"):
         assert read(tmp_path, text).tolist() == 10_000 * [1.5]
+
+
+def test_a_name_of_the_run_beside_the_norm_is_no_metric(tmp_path):
+    text = "step,name,value,grad_norm\n0,ppo-clip-loss,3,1.5\n1,ppo-clip-loss,3,2.5\n"
+    assert read(tmp_path, text).tolist() == [1.5, 2.5]
 
 
 def test_a_series_of_pandas_has_the_name_0(tmp_path):
