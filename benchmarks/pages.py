@@ -117,7 +117,7 @@ def costs() -> str:
         tiny = shown(kernels["actor and critic", name])
         large = shown(kernels["4 layers, unrolled", name])
         lines.append([DIGEST[name], tiny, large])
-    return grid(["clipped by", "short step", "long step"], lines)
+    return grid(["kernels, clipped by", "short step", "long step"], lines)
 
 
 def digest() -> str:

@@ -49,7 +49,7 @@ _OTHER_NAMES = {
     "clipping": "clip_factor",
     "threshold": "theta",
     "warmup": "warmup_steps",
-    "z": "z_score z_thresh",
+    "z": "z_score z_thresh z_threshold",
     # In a function that counts deviations, a threshold is a number of them.
     f"z sigmas {_LIMITS}": "threshold",
     "noise_multiplier": "sigma stddev",

@@ -106,7 +106,7 @@ CAUSES = (
         page=PAGE_OF_SPIKES,
         advice=(
             "look at that batch: a clip shortens its step, skip_step leaves it out. If "
-            "the loss stays high, the rate may be too high"
+            "such steps become frequent, or the loss stays high, the rate is too high"
         ),
         least_rows=3,
     ),
@@ -138,8 +138,8 @@ CAUSES = (
         evidence="{subject} rises to {value:.3g} times its lowest level, and stays up",
         page=PAGE_AT_ONE_STEP,
         advice=(
-            "go back to a checkpoint, with a clip or a lower rate. If no norm leaps "
-            "there, look at the data"
+            "go back to a checkpoint, with a clip or a lower rate. If the loss leaps "
+            "in one row, look at the data first"
         ),
         may_be_right=True,
         least_rows=rules.LEAST_ROWS_OF_LOSS,

@@ -97,9 +97,13 @@ def noise_multiplier(
 
 def _dp_accounting() -> Any:
     """The package, which takes seconds to import."""
-    import dp_accounting
-    import dp_accounting.pld
-
+    try:
+        import dp_accounting
+        import dp_accounting.pld
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "the account needs dp-accounting: run pip install dp-accounting."
+        ) from error
     return dp_accounting
 
 

@@ -2,6 +2,8 @@
 dp-accounting.
 """
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,3 +119,9 @@ def test_no_noise_gives_an_epsilon_of_0():
         ValueError, match=r"^noise_multiplier: epsilon must be at least"
     ):
         noise_multiplier(-1.0, 0.1, steps=10, delta=1e-5)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(ImportError, match="run pip install dp-accounting"):
+        epsilon(1.0, 0.01, steps=1000, delta=1e-5)
