@@ -388,7 +388,7 @@ def test_the_command_prints_a_table(log, capsys):
     line = f"step    300  bad batch         'grad_norm' is {ratio:.3g} times the median"
     assert text.startswith(line) and "(at step 400, limit 15)\n" in text
     assert "\n             2 rows show it: 300, 400\n" in text
-    assert "may be too high\n             see docs/run_health.md (My loss " in text
+    assert "the rate is too high\n             see docs/run_health.md (My loss " in text
     assert "Looked at 'train/loss' (60 rows), 'grad_norm' (60 rows)." in text
     assert "Note: The rows are 10 steps apart." in text
     assert "no gradient, underflow, dead embedding: needs record_health() in" in text
