@@ -334,10 +334,13 @@ def _reason_of_rise(finding: Finding, log: Log) -> str | None:
         if change is not None:
             return change
     for reward in columns_named(signals.NAME_OF_REWARD, log):
-        quarters = np.array_split(reward.values, 4)
-        first, *_, last = levels = [np.median(quarter) for quarter in quarters]
-        if first < last == max(levels):
-            return f"{reward.name!r} rises from {first:.3g} to {last:.3g}"
+        # Steps in which no game ended may have NaN.
+        rewards = reward.values[np.isfinite(reward.values)]
+        if len(rewards) < rules.LONG_WINDOW:
+            continue
+        levels = [np.median(quarter) for quarter in np.array_split(rewards, 4)]
+        if levels[0] < levels[-1] == max(levels):
+            return f"{reward.name!r} rises from {levels[0]:.3g} to {levels[-1]:.3g}"
     return None
 
 

@@ -341,6 +341,18 @@ def test_a_loss_that_rises_with_its_reward_has_a_note(name):
     assert found(rows, "learning rate") and found(rows, "divergence")
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 400])
+def test_few_rewards_explain_no_loss_and_nan_hides_none(count):
+    growing = np.linspace(1.0, 10.0, 400)
+    rewards = np.where(np.arange(400) % 2, growing, NAN)
+    rows = rows_of(loss=growing**2 * noisy(400), reward=rewards)
+    rows = [
+        {**row, "reward": row["reward"] if i < count else NAN}
+        for i, row in enumerate(rows)
+    ]
+    assert bool(examine(rows).findings) == (count < 400)
+
+
 def test_a_loss_that_never_falls_is_a_high_rate():
     """As of SGD: it leaps in the first rows, and stays at that of a guess."""
     first_rows = [2.6, 2.3, 2.1, 1.9, 1.7, *np.geomspace(2, 20, 15)]
