@@ -54,8 +54,10 @@ NAME_OF_SIZE = re.compile(
     r"(.*[/._ -])?bs|.*(batch|scale|devices|accum|seq|size|stage|phase|curriculum).*"
 )
 NAME_OF_STAGE = re.compile(".*(stage|phase|curriculum).*")
-# reward, rollout/ep_rew_mean, charts/episodic_return
-NAME_OF_REWARD = re.compile(r"(.*[/._ -])?(rew|rewards?|returns?)([/._ -].*)?")
+# reward, rollout/ep_rew_mean, charts/episodic_return, but no loss of a reward model
+NAME_OF_REWARD = re.compile(
+    r"(?!.*loss)(.*[/._ -])?(rew|rewards?|returns?)([/._ -].*)?"
+)
 NAME_OF_LOSS_SCALE = re.compile(".*(loss.?scale|scaler).*")
 MOST_OVERFLOWS = 0.1  # the share of rows with inf that a dynamic loss scale explains
 

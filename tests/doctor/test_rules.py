@@ -339,6 +339,8 @@ def test_a_loss_that_rises_with_its_reward_has_a_note(name):
     # Not if the reward falls.
     rows = rows_of(loss=loss, **{name: growing[::-1]})
     assert found(rows, "learning rate") and found(rows, "divergence")
+    # Nor does the loss of a reward model explain itself.
+    assert found(rows_of(loss=loss, reward_loss=loss), "divergence")
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 400])
