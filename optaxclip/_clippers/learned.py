@@ -21,7 +21,7 @@ from .._norms.options import checked_options
 from .._state.exported import exported
 from ..rules._averages import EmaBand, MomentsRatio, ZScore
 from ..rules._limits import Limit, minimum, rule_of
-from ..rules._memory import between, count_up
+from ..rules._memory import between, count_up, has_reached
 from ..rules._rule import (
     LimitAndMemory,
     Number,
@@ -323,7 +323,7 @@ class Adagc(Rule):
             step, norm.dtype, self.ratio, self.decay, self.max_norm
         )
         seen, average = memory
-        is_past_warmup = seen >= self.warmup
+        is_past_warmup = has_reached(seen, self.warmup)
         is_over = total > max_norm
         # h = min(1, max_norm / |all|). The inner where keeps 0 out of the division.
         factor = jnp.where(is_over, max_norm / jnp.where(is_over, total, 1.0), 1.0)

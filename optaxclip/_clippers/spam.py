@@ -39,7 +39,7 @@ from .._norms.options import checked_options
 from .._state.exported import exported
 from .._trees import PyTree, arrays_of, leaves_to_clip, put_back
 from ..rules._averages import Ema
-from ..rules._memory import count_up, new_where, root
+from ..rules._memory import count_up, has_reached, new_where, root
 from ..rules._rule import Number, at_step, checked_number, rule_named
 from .elements import Shares, count_clipped, no_elements_clipped
 
@@ -145,7 +145,7 @@ def spam(
             _cut_down,
             step=step,
             threshold=threshold,
-            is_past_warmup=since_reset >= warmup,
+            is_past_warmup=has_reached(since_reset, warmup),
         )
         # Where a leaf is missing in this step, the tree has None.
         map_leaves = partial(jax.tree.map, is_leaf=trees.is_none)
@@ -416,7 +416,8 @@ def reset_momentum(
         )
         new_step = count_up(state.step)
         # At the start of training there was no reset, so nothing rises.
-        is_rising = (new_step >= every) & (since_reset < warmup)
+        had_reset = has_reached(new_step, every)
+        is_rising = had_reset & ~has_reached(since_reset, warmup)
         # A warmup of 0 has no rise, and is not divided by.
         rising_steps = jnp.maximum(jnp.asarray(warmup, float), 1)
         progress = since_reset.astype(float) / rising_steps

@@ -50,7 +50,7 @@ from .._state.exported import exported
 from .._state.state import ClipState
 from .._trees import PyTree, arrays_of
 from ..rules._limits import Constant, Limit, rule_without_params
-from ..rules._memory import count_up, in_place, moving_average
+from ..rules._memory import count_up, has_reached, in_place, moving_average
 from ..rules._rule import Number
 from ..rules._windows import skip_step_rule
 from .carry import CarryState
@@ -327,7 +327,7 @@ def _without_rejected_steps(
         judgement = judge.judgement_of(state, updates, extra_args)
         skip = judgement.is_rejected
         if max_consecutive is not None:
-            skip = skip & (state.consecutive < max_consecutive)
+            skip = skip & ~has_reached(state.consecutive, max_consecutive)
         updates, inner_state = update_unless(
             skip, optimizer, updates, state.inner_state, arrays_of(params), extra_args
         )

@@ -14,6 +14,7 @@ from .._state.exported import exported
 from ._memory import (
     between,
     count_up,
+    has_reached,
     hypot,
     multiple,
     new_unless_zero,
@@ -209,7 +210,7 @@ class EmaRatio(Rule):
         limit_of_spike = target * target_average.estimate
         limit = jnp.where(norm > edge, limit_of_spike, edge)
         # Without a norm there is no average, also with a warmup of 0.
-        is_past_warmup = seen >= jnp.maximum(self.warmup, 1)
+        is_past_warmup = has_reached(seen, self.warmup) & (seen > 0)
         limit = jnp.where(is_past_warmup, limit, jnp.inf)
         # By default the clipped norm, so that a spike does not raise the next limit.
         kept_norm = remembered(self.remember, norm, limit)
@@ -417,7 +418,7 @@ class ZScore(Rule):
     def update(self, norm: Array, memory: ZScoreMemory, step: Array) -> LimitAndMemory:
         z, decay, eps = at_step(step, norm.dtype, self.z, self.decay, self.eps)
         seen, mean, deviation = memory
-        is_past_warmup = seen >= self.warmup
+        is_past_warmup = has_reached(seen, self.warmup)
         unit_of_score = deviation + eps
         edge = mean + multiple(z, unit_of_score)
         # With a unit of 0 the score is inf above the edge, and the target is the mean.
@@ -515,7 +516,7 @@ class LogZScore(Rule):
         seen, mean, deviation = memory
         deviation_or_spread = jnp.maximum(deviation, spread)
         log_limit = mean.estimate + multiple(z, deviation_or_spread)
-        is_past_warmup = seen >= self.warmup
+        is_past_warmup = has_reached(seen, self.warmup)
         # expm1 and log1p keep the digits of norms far below 1.
         limit = jnp.where(is_past_warmup, jnp.expm1(log_limit), jnp.inf)
         clipped_norm = jnp.minimum(norm, limit)

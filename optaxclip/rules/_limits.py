@@ -21,7 +21,7 @@ from .._arguments import checks
 from .._arguments.functions import as_partial, is_function
 from .._numbers import in_norm_dtype, number_for_jit
 from .._trees import PyTree, path_name
-from ._memory import count_up, multiple, new_where
+from ._memory import count_up, has_reached, multiple, new_where
 from ._rule import (
     LimitAndMemory,
     Number,
@@ -305,7 +305,8 @@ class WarmUp(Joined):
             norm, memories, step, *extra_norms
         )
         first_limit, second_limit = limits
-        limit = jnp.where(seen < self.steps, first_limit, second_limit)
+        is_past_warmup = has_reached(seen, self.steps)
+        limit = jnp.where(is_past_warmup, second_limit, first_limit)
         return limit, (count_up(seen), new_memories)
 
 

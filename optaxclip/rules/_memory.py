@@ -25,6 +25,13 @@ def count_up(counter: Array, happened: ArrayLike = True) -> Array:
     return counter + is_counted.astype(counter.dtype)
 
 
+def has_reached(counter: Array, number: ArrayLike) -> Array:
+    """Whether a counter is at least a number, which may be of any real dtype."""
+    # Strict promotion has no common dtype of an integer and a float.
+    with jax.numpy_dtype_promotion("standard"):
+        return counter >= number
+
+
 def moving_average(old: Array, new: Array, steps: Array, reach: int = 100) -> Array:
     """The moving average of a number after `steps` steps, the last of which gave `new`.
 

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from .._arguments.checks import check_whole_number
 from .._state.exported import exported
-from ._memory import count_up, multiple, new_unless_zero, remembered
+from ._memory import count_up, has_reached, multiple, new_unless_zero, remembered
 from ._rule import (
     LimitAndMemory,
     Number,
@@ -145,7 +145,7 @@ class WindowedQuantile(Rule):
         recent, ordered = push_ordered(memory, norm) if self.current else memory
         norm_at_quantile = interpolated(quantile, recent.seen, ordered)
         limit = multiple(factor, norm_at_quantile)
-        is_past_warmup = recent.seen >= jnp.maximum(self.warmup, 1)
+        is_past_warmup = has_reached(recent.seen, self.warmup) & (recent.seen > 0)
         limit = jnp.where(is_past_warmup, limit, jnp.inf)
         value = remembered(self.remember, norm, limit)
         new_memory = push_ordered(memory, value)
@@ -250,13 +250,16 @@ class WindowedMean(Rule):
         return empty_window(self, norm)
 
     def update(self, norm: Array, memory: Window, step: Array) -> LimitAndMemory:
-        sigmas, floor = at_step(step, norm.dtype, self.sigmas, self.floor)
+        sigmas, floor, ddof = at_step(
+            step, norm.dtype, self.sigmas, self.floor, self.ddof
+        )
         window = push(memory, norm) if self.current else memory
-        mean, deviation = mean_and_deviation(self.ddof, window)
+        mean, deviation = mean_and_deviation(ddof, window)
         deviation = jnp.maximum(deviation, floor)
         limit = mean + multiple(sigmas, deviation)
         # With ddof 1 a deviation takes two norms, whatever the warmup is.
-        is_past_warmup = window.seen >= jnp.maximum(self.warmup, 1 + self.ddof)
+        has_deviation = has_reached(window.seen, 1 + ddof)
+        is_past_warmup = has_reached(window.seen, self.warmup) & has_deviation
         limit = jnp.where(is_past_warmup, limit, jnp.inf)
         # It goes onto `memory`: `window` may have the norm already, as it came.
         value = remembered(self.remember, norm, limit)

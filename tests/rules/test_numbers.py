@@ -38,6 +38,47 @@ def test_rules_work_under_strict_promotion(name):
         jax.eval_shape(clipper.update, weights, state, weights)
 
 
+# optax.inject_hyperparams gives every number the dtype of the gradients.
+BFLOAT16_STEPS = jnp.asarray(2, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("steps", [2.0, BFLOAT16_STEPS], ids=["float", "bfloat16"])
+@pytest.mark.parametrize(
+    "clipper_of",
+    [
+        lambda steps: clip_by_global_norm(rules.warm_up(steps, 1.0, 2.0)),
+        lambda steps: clip_by_global_norm(rules.ema_ratio(1.1, warmup=steps)),
+        lambda steps: clip_by_global_norm(rules.log_z_score(warmup=steps)),
+        lambda steps: clip_by_global_norm(rules.windowed_quantile(warmup=steps)),
+        lambda steps: clip_by_global_norm(rules.windowed_mean(warmup=steps)),
+        lambda steps: optaxclip.zclip(warmup=steps),
+        lambda steps: optaxclip.adagc(warmup=steps),
+        lambda steps: optaxclip.spam(warmup=steps),
+        lambda steps: optaxclip.reset_momentum(optax.trace(0.9), steps, warmup=steps),
+        lambda steps: optaxclip.skip_nonfinite(optax.trace(0.9), max_consecutive=steps),
+        lambda steps: optaxclip.record_health(embeddings=["w"], patience=steps),
+    ],
+    ids=[
+        *("warm_up", "ema_ratio", "log_z_score", "windowed_quantile", "windowed_mean"),
+        *("zclip", "adagc", "spam", "reset_momentum", "skip_nonfinite", "health"),
+    ],
+)
+def test_a_number_of_steps_may_be_a_float_under_strict_promotion(clipper_of, steps):
+    weights = {"w": jnp.ones((2, 3), jnp.bfloat16)}
+    with jax.numpy_dtype_promotion("strict"):
+        clipper = clipper_of(steps)
+        state = jax.eval_shape(clipper.init, weights)
+        jax.eval_shape(clipper.update, weights, state, weights)
+
+
+def test_ddof_may_have_16_bits_under_strict_promotion():
+    with jax.numpy_dtype_promotion("strict"):
+        rule = rules.windowed_mean(ddof=jnp.asarray(1, jnp.bfloat16))
+        clipper = clip_by_global_norm(rule)
+        state = jax.eval_shape(clipper.init, jnp.ones(2))
+        jax.eval_shape(clipper.update, jnp.ones(2), state)
+
+
 @pytest.mark.parametrize("rule", [rules.windowed_mean, rules.windowed_quantile])
 def test_a_window_may_be_a_whole_float_of_a_config(rule):
     clippers = [clip_by_global_norm(rule(window=window)) for window in (3, 3.0)]
