@@ -52,7 +52,7 @@ def clip_by_value(
     | float              | limited by the bound as its dtype holds it, which may  |
     |                    | be larger: 0.1 is 0.1001 in bfloat16                   |
     | integer            | limited by the bound rounded inwards, to a whole       |
-    |                    | number of its dtype                                    |
+    |                    | number of its dtype. NaN of a schedule counts as 0     |
     | bool, key          | itself                                                 |
 
     A bound becomes a float: float32 for a `jax.Array` of at most 32 bits, else float64.
@@ -315,10 +315,11 @@ def _as_integer(dtype: DTypeLike, bound: Any, *, is_lower: bool) -> Any:
     xp = jnp if isinstance(bound, Array) else np
     rounded = xp.ceil(bound) if is_lower else xp.floor(bound)
     if isinstance(bound, Array):
-        # XLA converts a number beyond the range to the end of the range.
+        # XLA converts a number beyond the range to the end of the range, and NaN to 0.
         return rounded.astype(dtype)
     # NumPy does not, so the number is clipped. Python objects are compared exactly:
     # float64 would round the largest int64, 2^63 - 1, to 2^63.
     info = jnp.iinfo(dtype)
+    rounded = np.where(np.isnan(rounded), 0.0, rounded)
     numbers = np.array(rounded.tolist(), object)
     return np.asarray(np.clip(numbers, info.min, info.max), dtype)

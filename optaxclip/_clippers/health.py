@@ -34,7 +34,7 @@ from .._norms.options import checked_options
 from .._state.exported import exported, is_placeholder
 from .._state.state import ClipState, spans_of_names
 from .._trees import PyTree, leaves_to_clip
-from ..rules._memory import in_place
+from ..rules._memory import has_reached, in_place
 
 CALL = "record_health"
 SIGNS_OF_WEIGHTS = ("weight_norm", "rounding")
@@ -123,8 +123,8 @@ def record_health(
       ValueError: a `patience` that is not whole or below 1, `weights` without params in
         update, a path in `embeddings` that no leaf has, or an embedding that is
         split inside shard_map.
-      TypeError: a `patience` that is not a number, or an option that is not True or
-        False.
+      TypeError: a `patience` that is not a number, an option that is not True or
+        False, or `embeddings` that are no paths.
 
     Example:
       >>> recorder = optaxclip.record_health()
@@ -142,6 +142,11 @@ def record_health(
     check_whole_number(f"{CALL}: patience", patience)
     if isinstance(embeddings, str):
         embeddings = (embeddings,)
+    if not isinstance(embeddings, Collection):
+        raise TypeError(
+            f"{CALL}: embeddings must be the path of a leaf, such as 'embed/table', or "
+            f"several paths, got {shown(embeddings)}."
+        )
     embedding_names = tuple(embeddings)
     measure = TensorNorm(
         **checked_options(CALL, ord=None, stacked=stacked, mesh_axes=mesh_axes)
@@ -245,10 +250,11 @@ def _after_step(
     idle: dict[str, Array] = {}
     dead: dict[str, Array] = {}
     # Before `patience` updates no row can count as dead.
-    is_early = state.step + 1 < patience
+    is_early = ~has_reached(state.step + 1, patience)
     for name, leaf in embedding_leaves.items():
         idle[name] = _idle_steps(leaf, state.idle[name])
-        share = jnp.mean(idle[name] >= patience, dtype=jnp.float32)
+        is_dead = has_reached(idle[name], patience)
+        share = jnp.mean(is_dead, dtype=jnp.float32)
         dead[name] = jnp.where(is_early, UNKNOWN, share)
     new_state = HealthState(state_after(norms), signs, idle, dead)
     return jax.tree.map(in_place, new_state, state)

@@ -48,6 +48,7 @@ difficulty of training recurrent neural networks, 2013 (arXiv 1211.5063).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from jax import Array
@@ -231,7 +232,10 @@ def _clipped_by_norm(
 ) -> tuple[Tree, Array]:
     """The clipped gradients and their norm. `call` is the name that errors quote."""
     # torch reads texts too: "inf" becomes inf.
-    order = float(norm_type)
+    try:
+        order = float(norm_type)
+    except (TypeError, ValueError):
+        order = math.nan
     if not order > 0:
         raise ValueError(
             f"{call}: norm_type must be a number above 0, or a text of one such as "

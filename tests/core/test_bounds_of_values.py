@@ -295,6 +295,13 @@ def test_a_bound_may_have_few_bits(dtype):
     np.testing.assert_array_equal(apply(clipper, grads)[0], [-1.0, 0.5, 1.0])
 
 
+@pytest.mark.parametrize("bound", [math.nan, jnp.array(jnp.nan)], ids=["float", "JAX"])
+def test_a_schedule_of_nan_makes_integers_zero(bound):
+    grads = jnp.array([-9, 3, 100], jnp.int8)
+    updates, _ = apply(optaxclip.clip_by_value(lambda step: bound), grads)
+    np.testing.assert_array_equal(updates, [0, 0, 0])
+
+
 def test_a_schedule_of_bounds_must_return_numbers():
     clipper = optaxclip.clip_by_value(lambda step: None)
     with pytest.raises(

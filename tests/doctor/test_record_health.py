@@ -306,6 +306,12 @@ def test_without_weights_no_params_are_needed():
     assert "health/weight_norm" not in found_in(state)
 
 
+def test_embeddings_that_are_no_paths_are_refused():
+    for embeddings in (True, None):
+        with pytest.raises(TypeError, match=f"embeddings must .* got {embeddings}"):
+            optaxclip.record_health(embeddings=embeddings)
+
+
 def test_gradients_of_16_bits_meet_other_weights_under_strict_promotion():
     weights = {x: jnp.array([3.0, 4.0], x) for x in ("float32", "float16")}
     grads = {name: jnp.array([4.0, 3.0], jnp.bfloat16) for name in weights}

@@ -166,7 +166,7 @@ def test_error_if_nonfinite_raises_where_torch_does(torch, order):
 
 def test_what_is_no_order_is_refused():
     grads = [np.ones(2, np.float32)]
-    for order in (False, 0, -1, "-inf", NAN, "nan"):
+    for order in (False, 0, -1, "-inf", NAN, "nan", "abc", None, 1j, [2.0]):
         for call in (
             torch_style.get_total_norm,
             partial(torch_style.clip_grad_norm, max_norm=1.0),
