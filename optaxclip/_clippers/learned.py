@@ -573,7 +573,7 @@ def _clipper_at(
     elif scope == "tensor":
         measure = TensorNorm(**check_options(stacked=stacked))
     else:
-        measure = GroupNorm(**check_options(labels=scope))
+        measure = GroupNorm(**check_options(labels=scope), argument="scope")
     return make_clipper(
         measure,
         rule,

@@ -165,9 +165,10 @@ class GroupNorm(NamedTuple):
     ord: Ord = None
     mesh_axes: Any = "auto"
     allow_missing: bool = False  # whether a label may have no leaf
+    argument: str = "labels"  # the argument of the call that has the labels
 
     def __call__(self, tree: PyTree) -> Norms:
-        argument = f"{self.call}: labels"
+        argument = f"{self.call}: {self.argument}"
         # A function is called in each trace, so its labels may follow the tree.
         table = static_labels(labels_of(self.labels, tree), self.call)
         label_of_leaf = lookup(table, tree, argument, allow_missing=self.allow_missing)

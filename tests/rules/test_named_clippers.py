@@ -213,6 +213,12 @@ def test_each_argument_that_is_handed_on_changes_a_limit():
             assert not np.allclose(found, limits, rtol=1e-3), (rule, name)
 
 
+def test_an_error_about_labels_names_the_scope():
+    weights = {"w": jnp.ones(2), "b": jnp.ones(2)}
+    with pytest.raises(ValueError, match="^aggc: scope has no value for the leaf 'b'"):
+        optaxclip.aggc(scope={"w": "matrix"}).init(weights)
+
+
 @pytest.mark.parametrize("scope", ["global", "tensor", lambda tree: "all"])
 def test_a_scope_hands_on_nonfinite_and_mesh_axes(scope):
     clipper = optaxclip.zclip(scope=scope, nonfinite="zero")
