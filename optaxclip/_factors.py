@@ -15,7 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ._arguments.checks import NUMBER_TYPES, broadcasts_to, check_shape, shown
+from ._arguments.checks import (
+    NUMBER_TYPES,
+    broadcasts_to,
+    check_real,
+    check_shape,
+    shown,
+)
 from ._devices.mesh_types import entries_of
 from ._devices.platforms import FEW_NORMS_ON_A_TPU, per_platform, traced_once
 from ._norms.norms import Norms, given_norms
@@ -206,6 +212,7 @@ def rescale(updates: PyTree, norms: PyTree, new_norms: PyTree) -> Any:
       ValueError: norms that are not a tree prefix of the updates or do not broadcast to
         their leaves, or new norms that have another structure or do not broadcast to
         the norms.
+      TypeError: a norm that is not a real number, such as a function.
 
     Example:
       >>> print(optaxclip.rescale(jnp.array([3.0, 4.0]), 5.0, 1.0))
@@ -213,6 +220,9 @@ def rescale(updates: PyTree, norms: PyTree, new_norms: PyTree) -> Any:
     """
     # Integers and empty leaves are not measured, and come back as they were.
     tree = leaves_to_clip(updates, "rescale")
+    for name, numbers in (("norms", norms), ("new_norms", new_norms)):
+        for number in jax.tree.leaves(numbers):
+            check_real(f"rescale: {name}", number)
     norms, new_norms = jax.tree.map(as_float, (norms, new_norms))
     norms_before = given_norms(norms, tree, "rescale: norms")
     structure = jax.tree.structure(norms)

@@ -40,6 +40,13 @@ def test_norms_that_do_not_broadcast_to_their_leaf_are_named():
     optaxclip.rescale(grads, 2.0, 1.0)
 
 
+def test_norms_of_rescale_that_are_no_numbers_are_named():
+    with pytest.raises(TypeError, match="^rescale: norms must be a real number, got <f"):
+        optaxclip.rescale(jnp.ones(2), optaxclip.global_norm, 1.0)
+    with pytest.raises(TypeError, match="^rescale: new_norms must be a real number"):
+        optaxclip.rescale(jnp.ones(2), 1.0, 1j)
+
+
 def test_rescale_to_0_keeps_the_sign_of_what_becomes_0():
     norm, new_norm = jnp.float32(5.0), jnp.float32(0.0)
     zeros = optaxclip.rescale(jnp.array([3.0, -4.0]), norm, new_norm)
