@@ -215,7 +215,7 @@ def test_each_argument_that_is_handed_on_changes_a_limit():
 
 def test_an_error_about_labels_names_the_scope():
     weights = {"w": jnp.ones(2), "b": jnp.ones(2)}
-    with pytest.raises(ValueError, match="^aggc: scope has no value for the leaf 'b'"):
+    with pytest.raises(ValueError, match=r"^aggc: scope has no value for the leaf"):
         optaxclip.aggc(scope={"w": "matrix"}).init(weights)
 
 
