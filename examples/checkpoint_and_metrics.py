@@ -28,12 +28,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from jax import Array
-from sklearn.datasets import load_digits
-from tensorboardX import SummaryWriter
 
 import optaxclip
+
+try:
+    import orbax.checkpoint as ocp
+    from sklearn.datasets import load_digits
+    from tensorboardX import SummaryWriter
+except ModuleNotFoundError as error:
+    error.add_note(
+        "Install what this program needs: "
+        "pip install orbax-checkpoint tensorboardX scikit-learn"
+    )
+    raise
 
 STEPS = 300
 IMAGES, LABELS = load_digits(return_X_y=True)

@@ -31,7 +31,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +38,12 @@ import optax
 from jax import Array
 
 import optaxclip
+
+try:
+    import equinox as eqx
+except ModuleNotFoundError as error:
+    error.add_note("Install what this program needs: pip install equinox")
+    raise
 
 STEPS = 400
 BATCH = 128

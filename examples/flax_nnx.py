@@ -29,11 +29,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax import Array
-from sklearn.datasets import load_digits
 
 import optaxclip
+
+try:
+    from flax import nnx
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    error.add_note("Install what this program needs: pip install flax scikit-learn")
+    raise
 
 STEPS = 300
 BATCH = 32

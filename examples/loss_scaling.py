@@ -36,9 +36,14 @@ import numpy as np
 import optax
 from jax import Array
 from jax.typing import ArrayLike
-from sklearn.datasets import load_digits
 
 import optaxclip
+
+try:
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    error.add_note("Install what this program needs: pip install scikit-learn")
+    raise
 
 STEPS = 300
 BATCH = 64

@@ -23,7 +23,6 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +31,12 @@ from jax import Array
 from jax.typing import ArrayLike
 
 import optaxclip
+
+try:
+    import gymnasium
+except ModuleNotFoundError as error:
+    error.add_note("Install what this program needs: pip install gymnasium")
+    raise
 
 STEPS = 32  # how many rollouts
 GAMES = 16

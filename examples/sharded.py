@@ -27,9 +27,14 @@ import optax
 from jax import Array, lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from sklearn.datasets import load_digits
 
 import optaxclip
+
+try:
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    error.add_note("Install what this program needs: pip install scikit-learn")
+    raise
 
 STEPS = 50
 DEVICES = 8

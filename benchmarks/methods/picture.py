@@ -1,14 +1,18 @@
-"""Draws the scores of all methods: a panel for each fault, a row for each method,
-and an upright line for no clip.
+"""Draws the scores of all methods: a panel for each fault, a row for each method, and a
+dot for each optimizer. Methods that no fault harms share one row.
 """
 
 import json
+import re
+import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from examples._shared import Look, draw_both
 
-from .scores import mean_and_error, ranked
+from .scores import CLOSE, GLOBAL, OPTIMIZERS, Summary, ranked
 
 # Faults whose names in tables are too short to be understood alone.
 TITLES = {
@@ -16,54 +20,97 @@ TITLES = {
     "a layer x 1000": "one layer\ntimes 1000",
 }
 TITLE = (
-    "Mean score of five tasks with each clip, at its best learning rate for each "
-    "fault, and the\nstandard error of five seeds. 0: untrained, 1: as good as a "
-    "healthy run without a clip.\nRows are sorted by the mean of the four panels."
+    "With SGD and momentum a fault can ruin a run, and {good} of {all} clips save it.\n"
+    "Which of them hardly matters. With Adam even no clip does well."
 )
+# Headings of methods.
+GOOD = "stop every fault"
+PARTIAL = "let faults through"
+WORSE = "harm healthy runs"
+LABEL_WIDTH = 32  # letters of a line
+OFFSETS = 0.15, -0.15  # of the dots of each optimizer, so that none hides another
+
+
+class Row(NamedTuple):
+    """Methods that are drawn at one height. A heading has none."""
+
+    label: str
+    methods: list[Summary]
 
 
 def draw(results: Path, picture: Path) -> None:
     """Reads the JSON, and draws once for light and once for dark pages."""
     content = json.loads(results.read_text())
-    no_clip, *rows = ranked(content)
-    rows.reverse()  # the lowest row of a panel has place 0
-    names = [row.method for row in rows]
+    no_clip, *clips = ranked(content)
+    groups = grouped(clips)
+    rows = rows_of(no_clip, groups)
+    heights = np.array([1 + 0.95 * row.label.count("\n") for row in rows])
+    places = heights / 2 - heights.cumsum()
+    title = TITLE.format(good=len(groups[GOOD]), all=len(clips))
 
     def draw_panels(panels: Any, look: Look) -> None:
+        colours = look.orange, look.blue
         for fault, panel in enumerate(panels):
-            unclipped = no_clip.scores[fault]
-            line = unclipped.mean()
-            panel.axvline(line, color=look.grey, linewidth=2)
-            for place, row in enumerate(rows):
-                mean, error = mean_and_error(row.scores[fault])
-                gain, doubt = mean_and_error(row.scores[fault] - unclipped)
-                colour = look.grey
-                if gain > 2 * doubt:
-                    colour = look.green
-                elif gain < -2 * doubt:
-                    colour = look.orange
-                panel.hlines(place, line, mean, color=colour, linewidth=1)
-                panel.errorbar(
-                    mean, place, xerr=error, fmt="o", color=colour, capsize=4
-                )
-            panel.text(
-                line - 0.03,
-                len(rows) - 0.5,
-                "no clip",
-                color=look.grey,
-                ha="right",
-                fontsize=11,
-            )
+            panel.axvline(1, color=look.grey, linewidth=1, linestyle="--")
+            for place, row in zip(places, rows):
+                if row.methods:
+                    panel.axhline(place, color=look.grey, linewidth=1, alpha=0.2)
+                for optimizer, colour, offset in zip(OPTIMIZERS, colours, OFFSETS):
+                    means = [mean_of(x, optimizer, fault) for x in row.methods]
+                    dot_places = np.full(len(means), place + offset)
+                    panel.plot(means, dot_places, "o", color=colour)
             name = content["faults"][fault]
             panel.set_title(TITLES.get(name, name), weight="bold")
-            panel.set(xlim=(-0.02, 1.12), xlabel="0: untrained, 1: healthy")
-            panel.set_yticks(range(len(names)), names)
-            panel.grid(axis="y", alpha=0.2)
-        panels[0].figure.suptitle(TITLE)
-        panels[0].set_ylabel("mean of 3 tasks with SGD and momentum and 2 with Adam")
-        # The upper left corner of the first panel is empty.
-        meanings = {look.green: "better", look.orange: "worse", look.grey: "as no clip"}
-        for line, (colour, meaning) in enumerate(meanings.items()):
-            panels[0].text(0, len(rows) - 2 - line, f"● {meaning}", color=colour)
+            panel.set(xlim=(-0.08, 1.15), xlabel="score")
+            panel.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
+            panel.set_yticks(places, [row.label for row in rows])
+            panel.tick_params(axis="y", length=0)
+        first, *_ = panels
+        for label, row in zip(first.get_yticklabels(), rows):
+            if not row.methods:
+                label.set_weight("bold")
+        for (optimizer, tasks), colour in zip(OPTIMIZERS.items(), colours):
+            label = f"{optimizer}, {len(tasks)} tasks"
+            first.plot([], [], "o", color=colour, label=label)
+        label = "1: healthy run without a clip (0: untrained)"
+        first.plot([], [], "--", color=look.grey, label=label)
+        figure = first.figure
+        figure.suptitle(title)
+        figure.legend(loc="outside lower center", ncols=3, frameon=False)
 
-    draw_both(picture, len(content["faults"]), draw_panels, height=9)
+    draw_both(picture, len(content["faults"]), draw_panels, height=8.5)
+
+
+def grouped(clips: list[Summary]) -> dict[str, list[Summary]]:
+    """The methods under each heading."""
+    groups: dict[str, list[Summary]] = {GOOD: [], PARTIAL: [], WORSE: []}
+    for clip in clips:
+        healthy, *faulty = clip.scores.mean(-1)
+        if healthy < CLOSE:
+            groups[WORSE].append(clip)
+        elif min(faulty) < CLOSE:
+            groups[PARTIAL].append(clip)
+        else:
+            groups[GOOD].append(clip)
+    return groups
+
+
+def rows_of(no_clip: Summary, groups: dict[str, list[Summary]]) -> list[Row]:
+    """No clip on top, then the good methods in one row, then a row for each other."""
+    rows = [Row("no clip", [no_clip])]
+    for heading, clips in groups.items():
+        rows.append(Row(f"\n{len(clips)} clips {heading}:", []))
+        if heading == GOOD:
+            # The usual clip is named first.
+            names = ["+".join(re.findall(r"(\w+)\(", x.method)) for x in clips]
+            names = dict.fromkeys([GLOBAL.partition("(")[0], *names])
+            rows.append(Row(textwrap.fill(", ".join(names), LABEL_WIDTH), clips))
+        else:
+            rows += [Row(clip.method, [clip]) for clip in clips]
+    return rows
+
+
+def mean_of(summary: Summary, optimizer: str, fault: int) -> float:
+    """The mean score over the tasks with this optimizer."""
+    scores = [summary.tasks[name].scores[fault] for name in OPTIMIZERS[optimizer]]
+    return float(np.mean(scores))

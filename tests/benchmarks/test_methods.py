@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from benchmarks import pages
-from benchmarks.methods import claims, scores
+from benchmarks.methods import claims, picture, scores
 from tests.methods import METHODS as REGISTRY
 
 
@@ -277,6 +277,15 @@ def test_tables_begin_with_no_clip_and_then_the_highest_mean():
     first, *others = scores.ranked(pages.results("methods"))
     means = [row.scores.mean() for row in others]
     assert first.method == "none" and means == sorted(means, reverse=True)
+
+
+def test_the_picture_shows_the_groups_that_the_page_names():
+    _, *clips = scores.ranked(pages.results("methods"))
+    names = [clip.method for clip in clips]
+    groups = picture.grouped(clips).values()
+    good, *others = ([clip.method for clip in group] for group in groups)
+    assert good == names[:15] and good[-1] == "autoclip(90)"
+    assert list(map(len, others)) == [5, 5]
 
 
 def test_what_rounds_to_no_difference_is_not_called_worse():

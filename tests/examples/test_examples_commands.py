@@ -94,20 +94,37 @@ def hide(package, monkeypatch):
         monkeypatch.setitem(sys.modules, module, None)
 
 
+def command_of(name):
+    """The line of a docstring that installs what its program needs."""
+    docstring = ast.get_docstring(ast.parse(text_of(name)))
+    lines = [line.strip() for line in docstring.splitlines()]
+    (command,) = [line for line in lines if line.startswith("pip install ")]
+    return command
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_docstring_says_what_a_program_needs(name):
     """Packages of a program that stands alone, and else the code that it shares."""
     docstring = ast.get_docstring(ast.parse(text_of(name)))
-    lines = docstring.splitlines()
     neighbours = imported_modules(name) & NEIGHBOURS
     for neighbour in neighbours:
         assert f"`{neighbour}.py`" in docstring
     packages = imported(name)
     if not neighbours and packages:
-        commands = [line for line in lines if line.startswith("    pip install ")]
-        (command,) = commands
         distributions = {DISTRIBUTIONS.get(package, package) for package in packages}
-        assert set(command.split()[2:]) == distributions
+        assert set(command_of(name).split()[2:]) == distributions
+
+
+@pytest.mark.parametrize(
+    "name",
+    [x for x in PROGRAMS if imported(x) and not imported_modules(x) & NEIGHBOURS],
+)
+def test_a_program_that_stands_alone_says_what_to_install(name, monkeypatch):
+    for package in imported(name):
+        hide(package, monkeypatch)
+    with pytest.raises(ModuleNotFoundError) as raised:
+        run(name, monkeypatch=monkeypatch)
+    assert command_of(name) in "".join(raised.value.__notes__)
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):
