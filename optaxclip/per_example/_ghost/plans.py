@@ -29,7 +29,7 @@ from jax import Array
 
 from ..._devices.mesh_types import varying, varying_as_any_of
 from .. import _passes as passes
-from .._limits import GroupFactors, NormSource
+from .._example_factors import GroupFactors, NormSource
 from .capture import CapturedOfSites, at_sites
 from .forms import FORMS, OuterProducts
 from .matrices import Matrix, MatrixShape, Operand, matrices_at
@@ -64,16 +64,16 @@ class LeafPlan:
         return 0
 
     def weighted_sum(
-        self, captured: CapturedOfSites, norm_array: Array, factors: GroupFactors
+        self, captured: CapturedOfSites, stand_ins: Array, factors: GroupFactors
     ) -> Array:
         """The sum of f G over examples, in float32 or wider.
 
         Args:
           captured: the arrays of all sites.
-          norm_array: of the source of the norms. Here it has the gradients.
+          stand_ins: of the source of the norms. Here they are the gradients.
           factors: f, and which examples count.
         """
-        return factors.weighted_sum(norm_array)
+        return factors.weighted_sum(stand_ins)
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class SummedPlan(OuterProductPlan):
         return sys.maxsize
 
     def weighted_sum(
-        self, captured: CapturedOfSites, norm_array: Array, factors: GroupFactors
+        self, captured: CapturedOfSites, stand_ins: Array, factors: GroupFactors
     ) -> Array:
         """The sum of f G over examples, as [stack, rows, columns]."""
         captured_of_param = at_sites(captured, self.sites)
@@ -197,13 +197,13 @@ class SummedPlan(OuterProductPlan):
         def step(
             is_counted: Array,
             captured: CapturedOfSites,
-            norm_array: Array,
+            stand_ins: Array,
             factors: GroupFactors,
         ) -> tuple[Array, None]:
             # Examples that only fill up a microbatch do not count.
             factors = factors._replace(is_counted=is_counted)
             terms = []
-            for matrix, outer in self._products_to_sum(captured, norm_array):
+            for matrix, outer in self._products_to_sum(captured, stand_ins):
                 # A proof counts roundings of float32. The loss may leave the precision
                 # to XLA, and a GPU would then round to TF32, and a TPU to bfloat16.
                 precision = HIGHEST if self.is_bounded else matrix.precision
@@ -220,14 +220,14 @@ class SummedPlan(OuterProductPlan):
             step,
             passes.KahanSum(zeros, zeros),
             is_counted,
-            batch=(captured_of_param, norm_array, factors),
+            batch=(captured_of_param, stand_ins, factors),
             max_width=examples_at_once,
             add=passes.KahanSum.plus,
         )
         return kahan_sum.total
 
     def _products_to_sum(
-        self, captured: CapturedOfSites, norm_array: Array
+        self, captured: CapturedOfSites, stand_ins: Array
     ) -> list[tuple[Matrix, OuterProducts]]:
         """Matrices, and the outer products whose weighted sum is the result."""
         return list(zip(self.matrices, self._outer_products(captured)))
@@ -265,11 +265,11 @@ class RowsPlan(SummedPlan):
         return NormSource(sums)
 
     def _products_to_sum(
-        self, captured: CapturedOfSites, norm_array: Array
+        self, captured: CapturedOfSites, stand_ins: Array
     ) -> list[tuple[Matrix, OuterProducts]]:
         """The rows, and the sums of their cotangents."""
         rows = joined(self._outer_products(captured)).a
-        return [(self.matrices[0], OuterProducts(jnp.sort(rows), norm_array))]
+        return [(self.matrices[0], OuterProducts(jnp.sort(rows), stand_ins))]
 
 
 @dataclass(frozen=True)
