@@ -20,6 +20,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import jax
@@ -194,30 +195,8 @@ class SummedPlan(OuterProductPlan):
             fitting = self._examples_at_once(captured, is_counted.size)
             examples_at_once = min(examples_at_once, fitting)
 
-        def step(
-            is_counted: Array,
-            captured: CapturedOfSites,
-            stand_ins: Array,
-            factors: GroupFactors,
-        ) -> tuple[Array, None]:
-            # Examples that only fill up a microbatch do not count.
-            factors = factors._replace(is_counted=is_counted)
-            terms = []
-            for matrix, outer in self._products_to_sum(captured, stand_ins):
-                # A proof counts roundings of float32. The loss may leave the precision
-                # to XLA, and a GPU would then round to TF32, and a TPU to bfloat16.
-                precision = HIGHEST if self.is_bounded else matrix.precision
-                terms += terms_of_sum(
-                    outer,
-                    factors,
-                    zeros=zeros,
-                    positions_at_once=self.terms_at_once,
-                    precision=precision,
-                )
-            return passes.KahanSum.of(terms), None
-
         kahan_sum, _ = passes.in_microbatches(
-            step,
+            partial(self._sum_of_microbatch, zeros),
             passes.KahanSum(zeros, zeros),
             is_counted,
             batch=(captured_of_param, stand_ins, factors),
@@ -225,6 +204,31 @@ class SummedPlan(OuterProductPlan):
             add=passes.KahanSum.plus,
         )
         return kahan_sum.total
+
+    def _sum_of_microbatch(
+        self,
+        zeros: Array,
+        is_counted: Array,
+        captured: CapturedOfSites,
+        stand_ins: Array,
+        factors: GroupFactors,
+    ) -> tuple[Array, None]:
+        """The weighted sum of some examples, like `zeros`, and no results of each."""
+        # Examples that only fill up a microbatch do not count.
+        factors = factors._replace(is_counted=is_counted)
+        terms = []
+        for matrix, outer in self._products_to_sum(captured, stand_ins):
+            # A proof counts roundings of float32. The loss may leave the precision to
+            # XLA, and a GPU would then round to TF32, and a TPU to bfloat16.
+            precision = HIGHEST if self.is_bounded else matrix.precision
+            terms += terms_of_sum(
+                outer,
+                factors,
+                zeros=zeros,
+                positions_at_once=self.terms_at_once,
+                precision=precision,
+            )
+        return passes.KahanSum.of(terms), None
 
     def _products_to_sum(
         self, captured: CapturedOfSites, stand_ins: Array
@@ -346,7 +350,9 @@ def plans_of(
 
 
 def _plan_of(param: Array, operands: list[Operand], is_bounded: bool) -> LeafPlan:
-    """The plan of one parameter, from all operands that are made of it."""
+    """The plan of one parameter, from all operands that are made of it: the one whose
+    norm takes the fewest multiplications.
+    """
     # A site that takes several of the operands is listed once.
     sites_by_index = {operand.site.site_index: operand.site for operand in operands}
     sites = list(sites_by_index.values())
@@ -357,8 +363,17 @@ def _plan_of(param: Array, operands: list[Operand], is_bounded: bool) -> LeafPla
         matrices = matrices_at(operands)
     if not matrices:
         return GradientPlan(sites, _gradient_size(param, operands))
-    plan_class = _cheapest_plan_class(matrices)
-    return plan_class(sites, param, matrices, is_bounded)
+    arguments = sites, param, matrices, is_bounded
+    if all(matrix.is_lookup for matrix in matrices):
+        return RowsPlan(*arguments)
+    by_gram = GramPlan(*arguments)
+    if by_gram.positions == 1:
+        return ProductPlan(*arguments)
+    # The multiplications of each norm
+    work_of_matrix = by_gram.positions * math.prod(by_gram.matrix_shape)
+    if by_gram.extra_work <= work_of_matrix:
+        return by_gram
+    return MatrixPlan(*arguments)
 
 
 def _gradient_size(param: Array, operands: list[Operand]) -> int:
@@ -381,17 +396,3 @@ def _is_sum_over_devices(param: Array, sites: list[Site]) -> bool:
         for out_type in site.out_types:
             mesh_axes |= out_type.manual_axis_type.varying
     return not mesh_axes <= varying(param)
-
-
-def _cheapest_plan_class(matrices: list[Matrix]) -> type[OuterProductPlan]:
-    """The plan that takes the fewest multiplications."""
-    if all(matrix.is_lookup for matrix in matrices):
-        return RowsPlan
-    positions = sum(matrix.positions for matrix in matrices)
-    if positions == 1:
-        return ProductPlan
-    # For each matrix of the stack and each position
-    _, rows, columns = matrices[0].shape
-    work_of_gram = positions * (rows + columns)
-    work_of_matrix = rows * columns
-    return GramPlan if work_of_gram <= work_of_matrix else MatrixPlan
