@@ -1,14 +1,13 @@
 """The loss with its params: which weights belong to layers, and one backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.extend.core import JaxprEqn
 from jax.tree_util import keystr
 
 from .._arguments.checks import check_flag
@@ -19,9 +18,6 @@ from .budget import Budget
 from .optimizers import LeafOptimizer, arrays_by_path
 from .program import Program, read_program
 from .stacks import Entries, LayerSlice, UpdateLayer, run_stack
-
-if TYPE_CHECKING:
-    from jax.extend.core import JaxprEqn
 
 
 class PassResult(NamedTuple):

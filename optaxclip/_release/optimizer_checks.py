@@ -9,11 +9,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from itertools import compress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._jaxpr import runs_primitive_like
@@ -21,9 +22,6 @@ from .._trees import listed
 from .optimizers import LeafOptimizer, arrays_by_path, changed_type
 from .program import Program
 from .stacks import Entries, layer_of
-
-if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, Jaxpr
 
 # The primitives that norms begin with.
 REDUCTIONS = ("reduce_sum", "reduce_max", "dot_general")

@@ -5,17 +5,16 @@ inlined    equations take the place of calls, so that scans in calls are seen
 stacks     scans whose xs are leaves of params that nothing else reads
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._jaxpr import (
@@ -30,9 +29,6 @@ from .._jaxpr import (
 )
 from .._trees import PyTree, listed
 from .stacks import LayerSlice, LayoutChange, Stack
-
-if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 JITS = ("jit", "pjit")
 # What may stand between a leaf and the scan that reads it: the same numbers in another
@@ -165,7 +161,6 @@ def _inlined(
     program: ClosedJaxpr, calls: Container[str], inputs: list[Array]
 ) -> ClosedJaxpr:
     """The program with equations in the place of calls."""
-    from jax.extend.core import ClosedJaxpr
 
     def inline_call(equation: JaxprEqn, inputs: list[Array]) -> list[Array] | None:
         if equation.primitive.name in calls:

@@ -15,22 +15,18 @@ from which the backward pass computes the layer again, and writes new weights an
 moments in place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import eval_jaxpr
+from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
 from .._jaxpr import body_of, counts_of_scan
 from .._trees import PyTree
 from .budget import Budget
-
-if TYPE_CHECKING:
-    from jax.extend.core import JaxprEqn
 
 Entries = dict[str, Array]  # weights and the optimizer's state, by path
 # Called with the gradients of a layer, its entries and the budget. Returns the entries
@@ -138,8 +134,6 @@ class _Layer(NamedTuple):
 
     def run_body(self, inputs: list[Any], weights: Entries) -> list[Array]:
         """What the body of the scan returns: its carry and its ys."""
-        from jax.extend.core import jaxpr_as_fun
-
         inputs = list(inputs)
         for index, layer_slice in self.stack.slice_of_input.items():
             inputs[index] = layer_slice.as_layer_reads(weights[layer_slice.leaf_path])

@@ -43,11 +43,11 @@ from jax.extend.backend import backends
 from .._devices.mesh import device_count
 from .._jaxpr import has_bits_that_vmap_changes, source_line
 from ._choose import Choice
+from ._example_factors import MAX_CANCELLATION
 from ._ghost.norms import gamma
 from ._ghost.plans import GramPlan, LeafPlan, OuterProductPlan
-from ._limits import MAX_CANCELLATION
 from ._passes import block_size
-from ._problem import Problem
+from ._traced import TracedProblem
 
 # Roots and quotients on the way to a factor: three roots in a norm by product, a
 # quotient in a shrink, and two roots and a quotient in the root of the factor, which is
@@ -84,7 +84,7 @@ class LeafErrors(NamedTuple):
     error_of_terms: float  # gamma(N) + t: of the terms of the sum, relative to each
 
 
-def bounds_of(problem: Problem, choice: Choice) -> Bounds:
+def bounds_of(problem: TracedProblem, choice: Choice) -> Bounds:
     """The bounds of the sum that a choice computes. Only for sums (`problem.is_sum`).
     Nothing is proved of a mean.
     """
@@ -120,7 +120,7 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
     )
 
 
-def _errors_of_leaves(problem: Problem, choice: Choice) -> list[LeafErrors]:
+def _errors_of_leaves(problem: TracedProblem, choice: Choice) -> list[LeafErrors]:
     """What rounding adds by each parameter."""
     # In shard_map and pmap the caller adds up the sums of devices, by lax.psum. The
     # proof adds up one microbatch of each device, and then the turns. So the width is

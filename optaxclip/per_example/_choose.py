@@ -23,7 +23,7 @@ from ._ghost import GhostClipping, ghost_of
 from ._ghost.plans import GradientPlan, LeafPlan
 from ._ghost.sites import CannotSplit
 from ._passes import even_width, numbers_without_loop
-from ._problem import Problem
+from ._traced import TracedProblem
 from ._work import (
     CONVOLUTION_SLOWDOWN,
     CONVOLUTION_SLOWDOWN_IN_LOOP,
@@ -51,7 +51,7 @@ class Choice(NamedTuple):
     def method(self) -> str:
         return "ghost" if self.ghost else "one_pass"
 
-    def plans(self, problem: Problem) -> list[LeafPlan]:
+    def plans(self, problem: TracedProblem) -> list[LeafPlan]:
         """How the norms of the gradients by each parameter are computed."""
         if self.ghost:
             return self.ghost.plans
@@ -68,7 +68,7 @@ def checked_microbatch(call: str, microbatch: Any) -> int | None:
     return int(microbatch)
 
 
-def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
+def choose(problem: TracedProblem, method: str, microbatch: int | None) -> Choice:
     """How the gradients of a problem are clipped.
 
     | method | takes | at once, without a microbatch |
@@ -103,7 +103,7 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
     return Choice(_width_of_one_pass(problem, ghost, microbatch))
 
 
-def ghost_or_obstacle(problem: Problem) -> tuple[GhostClipping | None, str]:
+def ghost_or_obstacle(problem: TracedProblem) -> tuple[GhostClipping | None, str]:
     """Ghost clipping, or None and the obstacle, as errors name it."""
     arguments = {"parameters": problem.params, "the batch": problem.batch}
     for path, leaf in jax.tree.leaves_with_path(arguments):
@@ -126,13 +126,13 @@ def ghost_or_obstacle(problem: Problem) -> tuple[GhostClipping | None, str]:
 # ------------------------------------------------------------ how many examples at once
 
 
-def _width_of_microbatch(problem: Problem, microbatch: int) -> int:
+def _width_of_microbatch(problem: TracedProblem, microbatch: int) -> int:
     """The width of a microbatch that the devices of an Explicit mesh share."""
     return even_width(problem.size, max(microbatch // problem.explicit_devices, 1))
 
 
 def _width_of_ghost(
-    problem: Problem, ghost: GhostClipping, microbatch: int | None
+    problem: TracedProblem, ghost: GhostClipping, microbatch: int | None
 ) -> int:
     """The width of ghost clipping."""
     if microbatch:
@@ -146,7 +146,7 @@ def _width_of_ghost(
 
 
 def _width_of_one_pass(
-    problem: Problem, ghost: GhostClipping | None, microbatch: int | None
+    problem: TracedProblem, ghost: GhostClipping | None, microbatch: int | None
 ) -> int:
     """The width of one pass by the microbatch that was asked for, or by memory. How
     much the backward pass captures is known only where ghost clipping is possible.
@@ -198,7 +198,7 @@ def _fitting_width(size: int, kept_size: int, captured_size: int) -> int:
 
 
 def costs_of(
-    problem: Problem, ghost: GhostClipping | None, microbatch: int | None
+    problem: TracedProblem, ghost: GhostClipping | None, microbatch: int | None
 ) -> dict[str, float]:
     """The estimated time of each method. That of the plain gradient is 1."""
     gradient_work = MULTIPLICATIONS_PER_NUMBER * problem.gradient_size
@@ -231,7 +231,10 @@ def costs_of(
 
 
 def _method_for_convolutions(
-    problem: Problem, ghost: GhostClipping | None, method: str, microbatch: int | None
+    problem: TracedProblem,
+    ghost: GhostClipping | None,
+    method: str,
+    microbatch: int | None,
 ) -> tuple[str, int | None]:
     """The method and the microbatch, changed where XLA would compute wrong gradients of
     examples by a convolution's kernel. Ghost clipping is right if it does not need
@@ -264,14 +267,14 @@ def _method_for_convolutions(
         )
     if not any_lets_nan_through:
         return method, microbatch
-    if problem.limits and problem.limits.needs_all_norms:
+    if problem.limits.needs_all_norms:
         # Ghost clipping, also if it was asked for, would make the gradients of all
         # examples at once.
         method = "one_pass"
     return method, 1
 
 
-def _convolutions_only_in_rules(problem: Problem) -> list[JaxprEqn]:
+def _convolutions_only_in_rules(problem: TracedProblem) -> list[JaxprEqn]:
     """Convolutions of a kind that only the gradient has. A rule of the user's
     (custom_vjp, custom_jvp) makes them.
     """

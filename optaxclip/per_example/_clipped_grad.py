@@ -1,5 +1,13 @@
 """A function transformation like `jax.grad`, whose gradient is a mean of gradients that
-were clipped one by one.
+were clipped one by one. What it does with a batch, in this order:
+
+    _problem            sorts the arguments by their roles, with the _limits
+    _explicit           hands each device of an Explicit mesh its examples
+    _traced             makes a program of the loss, and checks it
+    _choose             chooses the method, and how many examples are clipped at once
+    _passes, _ghost     make gradients, or what gives their norms and their sum
+    _example_factors    norms, factors, and the sum of the clipped gradients
+    _bounds             by how much one example changes this sum
 """
 
 from __future__ import annotations
@@ -20,6 +28,7 @@ from ._explicit import DeviceResult, Static, on_each_device
 from ._limits import limits_of
 from ._passes import BatchRun
 from ._problem import Argnums, Problem, Signature, check_function
+from ._traced import traced
 
 # Multiplied by this, a bound still holds after four float32 roundings.
 ROUNDED_UP = 1 + 2.0**-22
@@ -290,12 +299,14 @@ def clipped_grad(
         shared_argnums=shared_argnums,
         has_aux=has_aux,
         mesh_axes=mesh_axes,
+        limits=limits,
+        is_mean=mean,
     )
 
-    def clip_on_device(problem: Problem) -> DeviceResult:
+    def clip_on_device(problem_on_device: Problem) -> DeviceResult:
         # norms |g_i|, factors f_i = shrink(|g_i|, C) / |g_i|, by `factors_of_examples`
         # sums = sum_i f_i g_i / divisor, by `weighted_sum` or from cotangents
-        problem = signature.traced(problem)
+        problem = traced(problem_on_device, signature)
         choice = choose(problem, method, microbatch)
         run = BatchRun(problem, choice.width)
         if choice.ghost:
@@ -316,12 +327,6 @@ def clipped_grad(
 
     def grad_of_batch(*args: Any, mask: Any = None) -> ClippedGrad:
         problem = signature.problem_of(args, mask)
-        groups = limits.groups_of(problem.params)
-        problem = problem._replace(limits=limits, groups=groups)
-        if mean:
-            # Broken examples too. A batch that is all masked gives 0 / 1.
-            divisor = jnp.maximum(jnp.sum(problem.is_present, dtype=jnp.int32), 1)
-            problem = problem._replace(divisor=divisor)
         sums, nonfinite, examples, static = on_each_device(clip_on_device, problem)
         norms, factors, values, aux = examples
         params, treedef = jax.tree.flatten(problem.params)

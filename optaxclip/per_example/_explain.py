@@ -10,6 +10,7 @@ from .. import _trees as trees
 from .._arguments.checks import check_choice, check_flag
 from .._devices.mesh import MeshAxes
 from .._trees import PyTree
+from ..shrinks import hard
 from ._bounds import bounds_of
 from ._choose import (
     METHODS,
@@ -20,7 +21,9 @@ from ._choose import (
     ghost_or_obstacle,
 )
 from ._explicit import DeviceResult, Static, on_each_device
+from ._limits import limits_of
 from ._problem import Argnums, Problem, Signature, check_function
+from ._traced import TracedProblem, traced
 
 
 class ExplainedLeaf(NamedTuple):
@@ -171,6 +174,8 @@ def explain_clipped_grad(
         shared_argnums=shared_argnums,
         has_aux=has_aux,
         mesh_axes=mesh_axes,
+        limits=limits_of(None, call, hard),
+        is_mean=False,
     )
 
     def of_batch(*args: Any) -> Explanation:
@@ -185,20 +190,15 @@ def explain_clipped_grad(
         explanation = jax.eval_shape(explain, jax.tree.map(shape_or_none, args))
         return explanation.value
 
-    def explain_on_device(problem: Problem) -> DeviceResult:
-        # The gradients have the shapes of the parameters.
-        sums = jax.tree.leaves(problem.params)
-        explanation = explanation_of(signature.traced(problem))
-        return DeviceResult(sums, 0, (), Static(explanation))
-
-    def explanation_of(problem: Problem) -> Explanation:
+    def explain_on_device(problem_on_device: Problem) -> DeviceResult:
+        problem = traced(problem_on_device, signature)
         choice = choose(problem, method, microbatch)
         bounds = bounds_of(problem, choice)
         ghost = choice.ghost or ghost_or_obstacle(problem)[0]
         width_of_all = None
         if choice.width != problem.size:
             width_of_all = choice.width * problem.explicit_devices
-        return Explanation(
+        explanation = Explanation(
             method=choice.method,
             microbatch=width_of_all,
             leaves=_explained_leaves(problem, choice),
@@ -207,11 +207,14 @@ def explain_clipped_grad(
             obstacle=bounds.obstacle,
             costs=costs_of(problem, ghost, microbatch),
         )
+        # The gradients have the shapes of the parameters.
+        sums = jax.tree.leaves(problem.params)
+        return DeviceResult(sums, 0, (), Static(explanation))
 
     return of_batch
 
 
-def _explained_leaves(problem: Problem, choice: Choice) -> list[ExplainedLeaf]:
+def _explained_leaves(problem: TracedProblem, choice: Choice) -> list[ExplainedLeaf]:
     """How the norms are computed, for each parameter."""
     leaves = []
     entries = jax.tree.leaves_with_path(problem.params)

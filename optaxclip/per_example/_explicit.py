@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -115,7 +115,7 @@ def on_each_device(
     # As leaves: a pytree class of the user's may refuse specs as children.
     leaves, treedef = jax.tree.flatten(arrays)
     leaf_specs = []
-    for field, tree in arrays._asdict().items():
+    for field, tree in vars(arrays).items():
         spec = roles.batch_spec if field in ("batch", "is_present") else P()
         leaf_specs += [spec] * len(jax.tree.leaves(tree))
     param_specs = [_spec_of(x) for x in jax.tree.leaves(problem.params)]
@@ -125,7 +125,7 @@ def on_each_device(
 
     def on_device(leaves: list[Array]) -> DeviceResult:
         problem_on_device = put_back(treedef.unflatten(leaves), problem)
-        result = run(problem_on_device._replace(explicit_devices=devices))
+        result = run(replace(problem_on_device, explicit_devices=devices))
         return result._replace(
             sums=list(map(roles.added_up, result.sums, sum_specs)),
             nonfinite=lax.psum(result.nonfinite, roles.batch_axes),

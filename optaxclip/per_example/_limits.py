@@ -1,10 +1,4 @@
-"""Limits, and the factors of examples that follow from them:
-
-    f_i = shrink(|g_i|, C) / |g_i|
-
-Parameters that share a limit C are a group. Each example has a norm and a factor for
-each group.
-"""
+"""`max_norm`: the limits of norms. Parameters that share a limit are a group."""
 
 from __future__ import annotations
 
@@ -22,19 +16,11 @@ from .._arguments.checks import check_limit, check_scalar, shown
 from .._arguments.functions import is_function
 from .._arguments.prefixes import for_each_leaf
 from .._devices.mesh_types import varying
-from .._factors import factor_between, shrunk_by, times_square
-from .._norms.reduce import norms_of
-from .._norms.specs import LeafSpec, NormPlan
 from .._numbers import in_norm_dtype
 from .._trees import PyTree
 from ..rules._rule import is_rule
 from ..shrinks import Shrink, factor_per_limit_of, hard, is_ours
-from ._problem import Problem
 
-Arrays = list[Array]
-# If the terms of a gradient cancel to less than 1/16 of sum |term|, rounding is too
-# large a part of their sum. Then sum |term| / 16 counts as the norm.
-MAX_CANCELLATION = 16
 # Numbers below 1.2e-38 may be flushed to 0, and the bounds do not count them. They are
 # too small to matter if limits are at least 1e-5, and factors at most 1e5 times the
 # limit.
@@ -172,115 +158,3 @@ def over_limit(norm: Array, limit: Array) -> Array:
     the limit.
     """
     return hard(norm, limit) / limit
-
-
-class NormSource(NamedTuple):
-    """For each example an array whose norm is the norm of the gradient by a parameter:
-    the gradient, a smaller array, or the norm itself.
-    """
-
-    array: Array  # [example, ...]
-    # float[example]: a bound of sum |term|, where gradients are never made (norms by
-    # gram). The norm counts as at least 1 / MAX_CANCELLATION of it. None where the
-    # weighted sum adds whole gradients.
-    term_bounds: Array | None = None
-
-
-def factors_of_examples(
-    problem: Problem, sources: list[NormSource], is_present: Array
-) -> ExampleFactors:
-    """Norms and factors of the examples of a batch.
-
-    Args:
-      problem: has the limits.
-      sources: of the norms, for each parameter.
-      is_present: bool[batch], not masked.
-    """
-    limits = problem.limits
-    specs = []
-    for group_index, split_axes in zip(problem.groups, problem.axes_of_params):
-        specs.append(LeafSpec(norm_index=group_index, mesh_axes_of_summed=split_axes))
-    plan = NormPlan(tuple(specs), len(limits.values), ord=None)
-
-    def norms_of_one(arrays: Arrays) -> Array:
-        return jnp.stack(norms_of(plan, arrays))
-
-    norms_of_batch = jax.vmap(norms_of_one, axis_size=is_present.size)
-    norms = norms_of_batch([source.array for source in sources])  # [batch, groups]
-    bounds = [source.term_bounds for source in sources]
-    if any(x is not None for x in bounds):
-        no_terms = jnp.zeros(is_present.size, jnp.float32)
-        bounds = [no_terms if x is None else x for x in bounds]
-        least_norms = norms_of_batch(lax.stop_gradient(bounds)) / MAX_CANCELLATION
-        norms = jnp.maximum(norms, least_norms.astype(norms.dtype))
-    is_counted = is_present & jnp.all(jnp.isfinite(norms), axis=1)
-    counted_norms = jnp.where(is_counted[:, None], norms, 0.0)
-    limits_of_groups = limits.numbers_for(norms, is_counted)
-    limits_of_norms = jnp.broadcast_to(limits_of_groups, norms.shape)
-    new_norms = shrunk_by(limits.shrink, counted_norms, limits_of_norms, problem.call)
-    factor = factor_between(counted_norms, new_norms)
-    divisor = 1 if problem.is_sum else problem.divisor
-    ones = jnp.ones_like(counted_norms[:, 0])
-    return ExampleFactors(
-        norms=jnp.where(is_present[:, None], norms, 0.0),
-        roots=factor.root,
-        reported=jnp.where(is_counted[:, None], factor.reported, 0.0),
-        is_counted=is_counted,
-        inverse_divisor=ones / in_norm_dtype(norms.dtype, divisor),
-    )
-
-
-class ExampleFactors(NamedTuple):
-    """Norms and factors of the examples of a batch."""
-
-    # Floats are float32, or float64 for 64-bit leaves.
-    norms: Array  # float[batch, groups]: 0 for an example that is masked
-    # float[batch, groups]: the square roots of the factors. Gradients are multiplied by
-    # them twice. Without meaning for an example that does not count.
-    roots: Array
-    # float[batch, groups]: the factors, for reports. 0 for an example that does not
-    # count.
-    reported: Array
-    is_counted: Array  # bool[batch]: is not masked, and has finite norms
-    inverse_divisor: Array  # float[batch]: the same number for all examples
-
-    def of_group(self, group_index: int) -> GroupFactors:
-        """The factors for the parameters of a group."""
-        roots = self.roots[:, group_index]
-        return GroupFactors(self.is_counted, roots, self.inverse_divisor)
-
-
-class GroupFactors(NamedTuple):
-    """What gradients by the parameters of a group are multiplied by:
-    root * root * inverse_divisor. A root stays in the range of its dtype where its
-    square would leave it.
-    """
-
-    is_counted: Array  # bool[batch]
-    roots: Array  # float[batch]
-    inverse_divisor: Array  # float[batch]
-
-    def weighted_sum(self, leaf: Array) -> Array:
-        """The sum over the batch of the gradients by a parameter that count, times
-        their factors, over the divisor, in float32 or wider.
-        """
-        root = along_batch(self.roots, leaf)
-        is_counted = along_batch(self.is_counted, leaf)
-        wide = np.promote_types(leaf.dtype, root.dtype)
-        # Selected, since 0 times NaN is NaN.
-        clipped = jnp.where(is_counted, times_square(leaf.astype(wide), root), 0)
-        # A dot, which on a CPU is four times as fast as a sum over the first axis. At
-        # the highest precision, because GPU and TPU would round to fewer bits.
-        return jnp.tensordot(
-            self.inverse_divisor.astype(wide),
-            clipped,
-            axes=1,
-            precision=lax.Precision.HIGHEST,
-        )
-
-
-def along_batch(per_example: Array, leaf: Array) -> Array:
-    """One number for each example, in a shape that broadcasts against a leaf with a
-    leading batch axis.
-    """
-    return per_example.reshape(-1, *(1,) * (leaf.ndim - 1))

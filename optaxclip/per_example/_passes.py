@@ -17,8 +17,8 @@ from jax import Array, lax
 
 from .._devices.mesh_types import varying_as_any_of
 from .._trees import PyTree
-from ._limits import Arrays, ExampleFactors, NormSource, factors_of_examples
-from ._problem import Problem
+from ._example_factors import Arrays, ExampleFactors, NormSource, factors_of_examples
+from ._traced import TracedProblem
 
 # (is_present, *examples) -> (terms of a sum, results of each example)
 MicrobatchFunction = Callable[..., tuple[PyTree, PyTree]]
@@ -37,7 +37,7 @@ class BatchRun(NamedTuple):
     the gradients, one for each parameter, and the results of the examples.
     """
 
-    problem: Problem
+    problem: TracedProblem
     width: int  # how many examples at once
 
     @property

@@ -16,8 +16,8 @@ For each microbatch (`GhostClipping.clipped_sums`):
 
     3. capture          runs the loss forward and backward, and captures a and c
     4. norms            |G|^2 = sum_ts (a_t . a_s)(c_t . c_s), without G
-    5. ../_limits       factors f = shrink(|G|, C) / |G|
-    6. _weighted_sums   sum_b f_b G_b = sum_bt a_bt (f_b c_bt)'
+    5. ../_example_factors    f = shrink(|G|, C) / |G|
+    6. weighted_sums    sum_b f_b G_b = sum_bt a_bt (f_b c_bt)'
 
 Where the gradient by a parameter has no such a and c, as by a bias, JAX makes it for
 each example (`GhostClipping._gradients`). `../_passes` runs microbatches
@@ -39,9 +39,9 @@ from jax import Array
 
 from ..._devices.mesh_types import varying
 from ..._jaxpr import has_backward_rule
-from .._limits import Arrays, ExampleFactors, NormSource, factors_of_examples
+from .._example_factors import Arrays, ExampleFactors, NormSource, factors_of_examples
 from .._passes import BatchRun, ExampleResults, written_to_memory
-from .._problem import Problem
+from .._traced import TracedProblem
 from .capture import CapturedOfSites, at_sites, capture
 from .plans import GradientPlan, LeafPlan, OuterProductPlan, UnusedPlan, plans_of
 from .sites import Site, SplitProgram, split_loss
@@ -55,7 +55,6 @@ class GhostClipping:
     split_program: SplitProgram
     params: Arrays
     plans: list[LeafPlan]  # of each parameter
-    out_tree: Any  # of the value and aux
 
     @property
     def captured_size(self) -> int:
@@ -87,7 +86,7 @@ class GhostClipping:
             sources = self._norm_sources(captured, is_present)
             factors = factors_of_examples(run.problem, sources, is_present)
             sums = self._weighted_sums(run, captured, sources, factors)
-            values, aux = jax.tree.unflatten(self.out_tree, outputs)
+            values, aux = jax.tree.unflatten(run.problem.out_tree, outputs)
             return sums, ExampleResults(factors, values, aux)
 
         return run.run_steps(step)
@@ -182,7 +181,7 @@ class GhostClipping:
                 continue
             total = plan.weighted_sum(
                 captured,
-                sources[param_index].array,
+                sources[param_index].stand_ins,
                 factors.of_group(run.problem.groups[param_index]),
             )
             is_counted = _after(total, factors.is_counted)
@@ -248,7 +247,7 @@ def _after(first: Array, is_counted: Array) -> Array:
     return is_counted & (is_number | jnp.isnan(entry))
 
 
-def ghost_of(problem: Problem) -> GhostClipping:
+def ghost_of(problem: TracedProblem) -> GhostClipping:
     """Ghost clipping of a problem. Raises CannotSplit if its loss cannot be split."""
     params = jax.tree.leaves(problem.params)
     program = split_loss(problem.program, params)
@@ -256,5 +255,4 @@ def ghost_of(problem: Problem) -> GhostClipping:
         program,
         params,
         plans=plans_of(program.sites, params, is_bounded=problem.is_sum),
-        out_tree=jax.tree.structure(problem.result_types),
     )

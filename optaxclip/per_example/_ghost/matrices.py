@@ -53,7 +53,7 @@ class Layout(NamedTuple):
     be added up.
     """
 
-    path: tuple[Any, ...]  # of the view that the operand is
+    reshapes: tuple[Any, ...]  # of the view that the operand is
     feature_groups: int  # of a convolution
     # The axes of the parameter that are the stack, rows and columns
     stack: tuple[int, ...]
@@ -184,7 +184,7 @@ def _matrix_at(operand: Operand) -> Matrix | None:
     if form is None or view is None:
         return None
     layout = Layout(
-        view.path,
+        view.reshapes,
         form.feature_groups,
         stack=tuple(view.axes[axis] for axis in form.stack),
         rows=tuple(view.axes[axis] for axis in form.rows),

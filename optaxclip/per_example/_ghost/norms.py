@@ -20,7 +20,7 @@ from jax import Array, lax
 from ..._devices.platforms import per_platform
 from ..._norms.reduce import norms_of
 from ..._norms.specs import LeafSpec, NormPlan
-from .._limits import MAX_CANCELLATION, NormSource
+from .._example_factors import MAX_CANCELLATION, NormSource
 from .forms import OuterProducts
 
 # A product f * c that is too small becomes 0. Beside an input |a| >= 2^104 the lost

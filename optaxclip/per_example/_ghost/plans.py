@@ -20,6 +20,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import jax
@@ -29,7 +30,7 @@ from jax import Array
 
 from ..._devices.mesh_types import varying, varying_as_any_of
 from .. import _passes as passes
-from .._limits import GroupFactors, NormSource
+from .._example_factors import GroupFactors, NormSource
 from .capture import CapturedOfSites, at_sites
 from .forms import FORMS, OuterProducts
 from .matrices import Matrix, MatrixShape, Operand, matrices_at
@@ -64,16 +65,16 @@ class LeafPlan:
         return 0
 
     def weighted_sum(
-        self, captured: CapturedOfSites, norm_array: Array, factors: GroupFactors
+        self, captured: CapturedOfSites, stand_ins: Array, factors: GroupFactors
     ) -> Array:
         """The sum of f G over examples, in float32 or wider.
 
         Args:
           captured: the arrays of all sites.
-          norm_array: of the source of the norms. Here it has the gradients.
+          stand_ins: of the source of the norms. Here they are the gradients.
           factors: f, and which examples count.
         """
-        return factors.weighted_sum(norm_array)
+        return factors.weighted_sum(stand_ins)
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ class SummedPlan(OuterProductPlan):
         return sys.maxsize
 
     def weighted_sum(
-        self, captured: CapturedOfSites, norm_array: Array, factors: GroupFactors
+        self, captured: CapturedOfSites, stand_ins: Array, factors: GroupFactors
     ) -> Array:
         """The sum of f G over examples, as [stack, rows, columns]."""
         captured_of_param = at_sites(captured, self.sites)
@@ -194,40 +195,43 @@ class SummedPlan(OuterProductPlan):
             fitting = self._examples_at_once(captured, is_counted.size)
             examples_at_once = min(examples_at_once, fitting)
 
-        def step(
-            is_counted: Array,
-            captured: CapturedOfSites,
-            norm_array: Array,
-            factors: GroupFactors,
-        ) -> tuple[Array, None]:
-            # Examples that only fill up a microbatch do not count.
-            factors = factors._replace(is_counted=is_counted)
-            terms = []
-            for matrix, outer in self._products_to_sum(captured, norm_array):
-                # A proof counts roundings of float32. The loss may leave the precision
-                # to XLA, and a GPU would then round to TF32, and a TPU to bfloat16.
-                precision = HIGHEST if self.is_bounded else matrix.precision
-                terms += terms_of_sum(
-                    outer,
-                    factors,
-                    zeros=zeros,
-                    positions_at_once=self.terms_at_once,
-                    precision=precision,
-                )
-            return passes.KahanSum.of(terms), None
-
         kahan_sum, _ = passes.in_microbatches(
-            step,
+            partial(self._sum_of_microbatch, zeros),
             passes.KahanSum(zeros, zeros),
             is_counted,
-            batch=(captured_of_param, norm_array, factors),
+            batch=(captured_of_param, stand_ins, factors),
             max_width=examples_at_once,
             add=passes.KahanSum.plus,
         )
         return kahan_sum.total
 
+    def _sum_of_microbatch(
+        self,
+        zeros: Array,
+        is_counted: Array,
+        captured: CapturedOfSites,
+        stand_ins: Array,
+        factors: GroupFactors,
+    ) -> tuple[Array, None]:
+        """The weighted sum of some examples, like `zeros`, and no results of each."""
+        # Examples that only fill up a microbatch do not count.
+        factors = factors._replace(is_counted=is_counted)
+        terms = []
+        for matrix, outer in self._products_to_sum(captured, stand_ins):
+            # A proof counts roundings of float32. The loss may leave the precision to
+            # XLA, and a GPU would then round to TF32, and a TPU to bfloat16.
+            precision = HIGHEST if self.is_bounded else matrix.precision
+            terms += terms_of_sum(
+                outer,
+                factors,
+                zeros=zeros,
+                positions_at_once=self.terms_at_once,
+                precision=precision,
+            )
+        return passes.KahanSum.of(terms), None
+
     def _products_to_sum(
-        self, captured: CapturedOfSites, norm_array: Array
+        self, captured: CapturedOfSites, stand_ins: Array
     ) -> list[tuple[Matrix, OuterProducts]]:
         """Matrices, and the outer products whose weighted sum is the result."""
         return list(zip(self.matrices, self._outer_products(captured)))
@@ -265,11 +269,11 @@ class RowsPlan(SummedPlan):
         return NormSource(sums)
 
     def _products_to_sum(
-        self, captured: CapturedOfSites, norm_array: Array
+        self, captured: CapturedOfSites, stand_ins: Array
     ) -> list[tuple[Matrix, OuterProducts]]:
         """The rows, and the sums of their cotangents."""
         rows = joined(self._outer_products(captured)).a
-        return [(self.matrices[0], OuterProducts(jnp.sort(rows), norm_array))]
+        return [(self.matrices[0], OuterProducts(jnp.sort(rows), stand_ins))]
 
 
 @dataclass(frozen=True)
@@ -346,7 +350,9 @@ def plans_of(
 
 
 def _plan_of(param: Array, operands: list[Operand], is_bounded: bool) -> LeafPlan:
-    """The plan of one parameter, from all operands that are made of it."""
+    """The plan of one parameter, from all operands that are made of it: the one whose
+    norm takes the fewest multiplications.
+    """
     # A site that takes several of the operands is listed once.
     sites_by_index = {operand.site.site_index: operand.site for operand in operands}
     sites = list(sites_by_index.values())
@@ -357,8 +363,17 @@ def _plan_of(param: Array, operands: list[Operand], is_bounded: bool) -> LeafPla
         matrices = matrices_at(operands)
     if not matrices:
         return GradientPlan(sites, _gradient_size(param, operands))
-    plan_class = _cheapest_plan_class(matrices)
-    return plan_class(sites, param, matrices, is_bounded)
+    arguments = sites, param, matrices, is_bounded
+    if all(matrix.is_lookup for matrix in matrices):
+        return RowsPlan(*arguments)
+    by_gram = GramPlan(*arguments)
+    if by_gram.positions == 1:
+        return ProductPlan(*arguments)
+    # The multiplications of each norm
+    work_of_matrix = by_gram.positions * math.prod(by_gram.matrix_shape)
+    if by_gram.extra_work <= work_of_matrix:
+        return by_gram
+    return MatrixPlan(*arguments)
 
 
 def _gradient_size(param: Array, operands: list[Operand]) -> int:
@@ -381,17 +396,3 @@ def _is_sum_over_devices(param: Array, sites: list[Site]) -> bool:
         for out_type in site.out_types:
             mesh_axes |= out_type.manual_axis_type.varying
     return not mesh_axes <= varying(param)
-
-
-def _cheapest_plan_class(matrices: list[Matrix]) -> type[OuterProductPlan]:
-    """The plan that takes the fewest multiplications."""
-    if all(matrix.is_lookup for matrix in matrices):
-        return RowsPlan
-    positions = sum(matrix.positions for matrix in matrices)
-    if positions == 1:
-        return ProductPlan
-    # For each matrix of the stack and each position
-    _, rows, columns = matrices[0].shape
-    work_of_gram = positions * (rows + columns)
-    work_of_matrix = rows * columns
-    return GramPlan if work_of_gram <= work_of_matrix else MatrixPlan

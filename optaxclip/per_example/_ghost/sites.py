@@ -115,7 +115,7 @@ def split_loss(loss: ClosedJaxpr, params: list[Array]) -> SplitProgram:
             raise CannotSplit("a loss with refs (jax.new_ref)", eqn)
     in_origins = []
     for param_index, param in enumerate(params):
-        view = View(path=(), axes=tuple(range(param.ndim)))
+        view = View(reshapes=(), axes=tuple(range(param.ndim)))
         origin = Origin(
             param_index=param_index, param_indices=frozenset([param_index]), view=view
         )
@@ -211,7 +211,7 @@ class _Splitter:
             self._add_scan(eqn, flow)
             return
         # By jax.vmap, gradients of a site are made for all examples at once, and inside
-        # a scan an equation without data runs for all iterations at once.
+        # a scan an equation without data runs for all turns at once.
         is_mapped = is_site or (len(self.scan_lengths) > 0 and not has_data)
         _check_equation(eqn, in_origins, is_mapped=is_mapped)
         if is_site:
@@ -233,7 +233,7 @@ class _Splitter:
     def _add_scan(self, eqn: JaxprEqn, flow: Flow) -> None:
         consts_end, carry_end = ends_of_scan(eqn)
         carry = slice(consts_end, carry_end)
-        # The carry is data, since it differs between iterations.
+        # The carry is data, since it differs between turns.
         self.turn_into_data(eqn.invars[carry], flow.to_inputs[carry])
         # Origins are read after that: a parameter that is both the carry and another
         # input must be data in both, or its cotangent would be counted twice.
@@ -242,13 +242,13 @@ class _Splitter:
         slices = [
             _origin_of_slice(origin, scan_depth) for origin in in_origins[carry_end:]
         ]
-        origins_in_iteration = [
+        origins_in_turn = [
             *in_origins[:consts_end],
             *[DATA] * (carry_end - consts_end),
             *slices,
         ]
         lengths = (*self.scan_lengths, eqn.params["length"])
-        body = self._split_body(eqn, origins_in_iteration, flow, lengths)
+        body = self._split_body(eqn, origins_in_turn, flow, lengths)
         self._add_step(eqn, [DATA] * len(eqn.outvars), body=body)
 
     def _split_body(
@@ -365,11 +365,11 @@ def _origins_without_data(eqn: JaxprEqn, in_origins: list[Origin]) -> list[Origi
 
 
 def _origin_of_slice(origin: Origin, scan_depth: int) -> Origin:
-    """The slice that a scan of this depth hands to its body in one iteration."""
+    """The slice that a scan of this depth hands to its body in one turn."""
     view = origin.view
     if view:
-        path = (*view.path, ("scan", view.axes))
-        view = View(path, axes=tuple(range(len(view.axes) - 1)))
+        reshapes = (*view.reshapes, ("scan", view.axes))
+        view = View(reshapes, axes=tuple(range(len(view.axes) - 1)))
     return origin._replace(slicing_scans=origin.slicing_scans | {scan_depth}, view=view)
 
 
@@ -378,16 +378,16 @@ def _view_after(eqn: JaxprEqn, views: list[View | None]) -> View | None:
     # What is made of several values, such as a sum of weights, is not a view.
     if len(views) != 1 or views[0] is None or not eqn.outvars:
         return None
-    path, axes = views[0]
+    reshapes, axes = views[0]
     name = eqn.primitive.name
     if name in SAME_PLACES:
         return views[0]
     if name == "transpose":
-        return View(path, tuple(axes[axis] for axis in eqn.params["permutation"]))
+        return View(reshapes, tuple(axes[axis] for axis in eqn.params["permutation"]))
     in_type = type_of(eqn.invars[0])
     out_type = type_of(eqn.outvars[0])
     # An output with more numbers has copies, which would be counted more than once.
     if name not in OTHER_PLACES or out_type.size != in_type.size:
         return None
-    operation = name, axes, str(eqn.params)
-    return View((*path, operation), axes=tuple(range(out_type.ndim)))
+    reshape = name, axes, str(eqn.params)
+    return View((*reshapes, reshape), axes=tuple(range(out_type.ndim)))

@@ -53,11 +53,12 @@ class View(NamedTuple):
     one turn.
     """
 
-    # The reshapes and slices that rearranged it, each with the axes that it found. Two
-    # views of a parameter with the same path have the same numbers at the same places.
-    path: tuple[Any, ...]
-    # Axis i of the view is axis axes[i] of the array that the path gives, before
-    # transposes.
+    # The reshapes and slices from the parameter to the value, each with its options and
+    # the `axes` before it. Two views of a parameter with the same ones have the same
+    # numbers, and differ by a transpose at most.
+    reshapes: tuple[Any, ...]
+    # Transposes are kept apart: axis i of the value is axis axes[i] of the array that
+    # the reshapes alone give.
     axes: tuple[int, ...]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from ..._factors import times_square
-from .._limits import GroupFactors, along_batch
+from .._example_factors import GroupFactors, along_batch
 from .forms import OuterProducts
 
 # Of `lax.dot_general`, for both factors or for each
