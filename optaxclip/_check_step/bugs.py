@@ -62,7 +62,9 @@ MEANINGS = {
     "squared": "the root of the sum of squares is missing",
     "clipped_twice": "the factor of one norm multiplies twice",
     "eps": "the limit is divided by norm + eps: updates are below the limit",
-    "gradients_summed": "gradients of devices are added: average them (lax.pmean)",
+    "gradients_summed": (
+        "gradients of devices, or their norms, are added: average them (lax.pmean)"
+    ),
     "accumulation_summed": "gradients of micro-batches are added: average them",
     "averaged_twice": "averaged gradients are divided by a number of parts again",
     "scaled": "gradients carry a scale, as of a loss: divide by it before the clip",

@@ -31,7 +31,9 @@ def epsilon(
       A float.
 
     Raises:
-      ValueError: steps that are not a whole number, and what dp-accounting refuses.
+      ValueError: steps that are not a whole number, a negative or NaN noise multiplier,
+        a share or a delta that is not between 0 and 1, and what dp-accounting refuses.
+      TypeError: a number that is none.
       ImportError: dp-accounting is not installed.
 
     Example:
@@ -43,7 +45,8 @@ def epsilon(
     theorem in differential privacy, 2019. Koskela, Jälkö, Honkela, Computing tight
     differential privacy guarantees using FFT, 2020 (arXiv 1906.03049).
     """
-    check_whole_number("epsilon: steps", steps)
+    _check_training("epsilon", share, steps, delta)
+    check_number("epsilon: noise_multiplier", noise_multiplier, is_scalar=True)
     dp_accounting = _dp_accounting()
     accountant = dp_accounting.pld.PLDAccountant()
     accountant.compose(_training(dp_accounting, noise_multiplier, share, steps))
@@ -69,7 +72,7 @@ def noise_multiplier(
 
     Raises:
       ValueError: an epsilon of 0 or below, and as in `epsilon`.
-      TypeError: an epsilon that is not a number.
+      TypeError: as in `epsilon`.
       ImportError: as in `epsilon`.
 
     Example:
@@ -79,7 +82,7 @@ def noise_multiplier(
 
     Reference: as of `epsilon`.
     """
-    check_whole_number("noise_multiplier: steps", steps)
+    _check_training("noise_multiplier", share, steps, delta)
     check_number("noise_multiplier: epsilon", epsilon, is_scalar=True)
     if epsilon == 0:
         raise ValueError(
@@ -93,6 +96,15 @@ def noise_multiplier(
     accountant = dp_accounting.pld.PLDAccountant
     noise = dp_accounting.calibrate_dp_mechanism(accountant, training, epsilon, delta)
     return float(noise)
+
+
+def _check_training(call: str, share: Any, steps: Any, delta: Any) -> None:
+    """Refuses numbers that no training has. For a delta of 1e5 in place of 1e-5,
+    dp-accounting would return an epsilon of 0.
+    """
+    check_number(f"{call}: share", share, highest=1.0, is_scalar=True)
+    check_whole_number(f"{call}: steps", steps)
+    check_number(f"{call}: delta", delta, highest=1.0, is_scalar=True)
 
 
 def _dp_accounting() -> Any:

@@ -486,6 +486,17 @@ def test_a_low_precision_sum_loses_small_squares_and_no_more(share):
     assert row.kind == ("low_precision_sum" if within else "unknown")
 
 
+def test_a_sum_of_the_norms_of_devices_is_told_as_one():
+    """The gradients are averaged, and `lax.psum` of their norm is n times as large."""
+
+    def summed(setting, updates, norm):
+        return updates, norm * setting.mesh.shape["data"]
+
+    rows = optaxclip.check_step(returning(summed), settings=["replicated"])
+    assert [(row.kind, row.what) for row in rows] == [("gradients_summed", "norm")] * 2
+    assert all("or their norms" in row.meaning for row in rows)
+
+
 def test_a_step_in_place_of_make_step_is_told():
     step = jax.jit(lambda params, batch: (params, 0.0))
     with pytest.raises(TypeError, match=r"must take a setting .* argument: 'batch'"):

@@ -121,6 +121,22 @@ def test_no_noise_gives_an_epsilon_of_0():
         noise_multiplier(-1.0, 0.1, steps=10, delta=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("delta", 1e5), ("delta", np.nan), ("share", 1.5)]
+)
+@pytest.mark.parametrize("account", [epsilon, noise_multiplier])
+def test_a_probability_outside_0_and_1_is_refused(account, name, value):
+    """dp-accounting would return an epsilon of 0 for a delta of 1e5."""
+    training = {"share": 0.1, "steps": 1, "delta": 1e-5} | {name: value}
+    with pytest.raises(ValueError, match=f"^{account.__name__}: {name} must"):
+        account(3.0, **training)
+
+
+def test_a_noise_multiplier_that_is_nan_is_refused():
+    with pytest.raises(ValueError, match=r"^epsilon: noise_multiplier must not be NaN"):
+        epsilon(np.nan, 0.1, steps=1, delta=1e-5)
+
+
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(ImportError, match="run pip install dp-accounting"):
