@@ -34,7 +34,7 @@ from ._arguments.checks import check_limit, check_order, shown
 from ._clippers.by_value import value_clipper
 from ._devices.mesh import MeshAxes
 from ._devices.mesh_types import varying
-from ._kernel import clip_once
+from ._norm_clipper import clip_once
 from ._norms.axes import axes_within
 from ._norms.norms import Measure, TensorNorm, UnitwiseNorm
 from ._norms.options import Ord, checked_options

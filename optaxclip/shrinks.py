@@ -57,7 +57,7 @@ def drop(norm: Array, limit: ArrayLike) -> Array:
 
     Reference: DI-engine and PPOxFamily (grad_ignore_norm), axlearn (drop_norm).
     """
-    # NaN is not above the limit. The kernel decides what becomes of it.
+    # NaN is not above the limit. `nonfinite` decides what becomes of it.
     return jnp.where(norm > limit, jnp.zeros_like(norm), norm)
 
 

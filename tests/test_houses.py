@@ -95,8 +95,8 @@ def test_core_needs_neither_examples_nor_tools():
     assert list(wrong_imports()) == []
     # The reader of imports sees those that there are.
     assert "per_example" in imports_of(PACKAGE / "dropin/jax_privacy.py")
-    assert "_kernel" in imports_of(PACKAGE / "_release/__init__.py")
-    assert "rules" in imports_of(PACKAGE / "_kernel.py")
+    assert "_norm_clipper" in imports_of(PACKAGE / "_release/__init__.py")
+    assert "rules" in imports_of(PACKAGE / "_norm_clipper.py")
 
 
 def test_tools_compute_by_public_names():

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from .._arguments.checks import Nonfinite, shown, warn_user
 from .._devices.mesh import MeshAxes
-from .._kernel import make_clipper
+from .._norm_clipper import make_clipper
 from .._norms.axes import Stacked
 from .._norms.norms import GlobalNorm, GroupNorm, Measure, TensorNorm
 from .._norms.options import checked_options
@@ -330,7 +330,7 @@ class Adagc(Rule):
         # A tensor whose limit is h |g| is multiplied by h.
         early_limit = jnp.where(is_over, norm * factor, jnp.inf)
         # In the warm-up all tensors are clipped together, so a broken one breaks all.
-        # The kernel treats a limit of NaN like a broken norm.
+        # A limit of NaN counts as a broken norm.
         early_limit = jnp.where(jnp.isfinite(total), early_limit, jnp.nan)
         # The average is inf before the first norm. `jnp.where` would drop ratio * inf,
         # but its derivative would be 0 * inf, which is NaN.

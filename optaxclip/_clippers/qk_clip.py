@@ -27,7 +27,7 @@ from .. import _trees as trees
 from .._arguments.checks import check_number, check_state, shown
 from .._arguments.updates import weights_of
 from .._devices.mesh_types import resharded, typed_as, types_of, varying_as
-from .._kernel import make_clipper
+from .._norm_clipper import make_clipper
 from .._norms.axes import axes_within, check_no_bool, other_axes
 from .._norms.moduli import wide_dtype
 from .._norms.norms import UserNorm
@@ -169,16 +169,16 @@ def qk_clip(
     roles = {"queries": queries, "keys": keys}
     if rotary is not None:
         roles["rotary"] = rotary
-    # The kernel measures nothing: the norms are the logits that the attentions report,
-    # in a dict from the name of an attention to its heads.
-    kernel = make_clipper(
+    # Nothing is measured: the norms are the logits that the attentions report, in a
+    # dict from the name of an attention to its heads.
+    norm_clipper = make_clipper(
         UserNorm(dict), max_logit, call=CALL, limit_argument="max_logit"
     )
 
     def init(params: PyTree) -> Any:
         # `optax.tree_map_params` has no weights in which heads could be found.
         if is_placeholder(params):
-            return kernel.init(params)
+            return norm_clipper.init(params)
         tree = types_of(partial(leaves_to_clip, call=CALL), params)
         types = jax.tree.leaves(tree)
         zeros = {}
@@ -187,7 +187,7 @@ def qk_clip(
             weights_type = types[attention.leaves[0].position]
             logits = jnp.zeros(attention.norm_shape, attention.norm_dtype)
             zeros[attention.name] = varying_as(logits, weights_type)
-        return kernel.init(zeros)
+        return norm_clipper.init(zeros)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
@@ -197,8 +197,8 @@ def qk_clip(
         weights = jax.tree.leaves(weights_of(CALL, tree, params))
         attentions = _attentions_of(roles, tree)
         logits: Any = _logits_of(attentions, extra_args.get("max_logits"))
-        # The kernel would clip the logits themselves. Only its state is used.
-        new_state: Any = kernel.update(logits, state)[1]
+        # This clips the logits themselves. Only the state is used.
+        new_state: Any = norm_clipper.update(logits, state)[1]
         # Inside shard_map a state keeps its types from step to step, which `lax.scan`
         # compares.
         new_state = jax.tree.map(

@@ -31,7 +31,7 @@ from .._arguments import checks
 from .._arguments.checks import Nonfinite, check_state
 from .._arguments.updates import check_fits_stored
 from .._devices.mesh import MeshAxes
-from .._kernel import make_clipper
+from .._norm_clipper import make_clipper
 from .._norms.axes import Stacked
 from .._norms.moduli import modulus_dtype, wide_dtype, widened, with_modulus
 from .._norms.norms import Norms, TensorNorm
@@ -289,7 +289,7 @@ def adaclip(
     # Order inf: the norm of a tensor is its largest coordinate, max|g|.
     measure = TensorNorm(**options)
     rule = rule_named(call, Ema, decay=decay)
-    kernel: Any = make_clipper(
+    norm_clipper: Any = make_clipper(
         measure, rule, call=call, limit_argument="limit", nonfinite=nonfinite
     )
 
@@ -298,12 +298,12 @@ def adaclip(
     ) -> Any:
         tree = leaves_to_clip(updates, call)
         norms = measure(tree)
-        # The kernel takes these norms and measures nothing. A `grad_norm` that a chain
-        # was given is not the largest coordinate.
+        # `norm_clipper` takes these norms and measures nothing. A `grad_norm` that a
+        # chain was given is not the largest coordinate.
         extra_args["grad_norm"] = norms
-        # The kernel multiplies a whole tensor by T / max|g|. Coordinates up to T get
-        # back their own bits below.
-        scaled, new_state = kernel.update(tree, state, params, **extra_args)
+        # It multiplies a whole tensor by T / max|g|. Coordinates up to T get back their
+        # own bits below.
+        scaled, new_state = norm_clipper.update(tree, state, params, **extra_args)
         treedef = jax.tree.structure(tree)
         clipped = jax.tree.map(
             _scaled_over_limit,
@@ -314,7 +314,7 @@ def adaclip(
         )
         return put_back(clipped, updates), new_state
 
-    return optax.GradientTransformationExtraArgs(kernel.init, update)
+    return optax.GradientTransformationExtraArgs(norm_clipper.init, update)
 
 
 def _local_limits(norms: Norms, state: PyTree) -> list[Array]:
@@ -330,7 +330,7 @@ def _local_limits(norms: Norms, state: PyTree) -> list[Array]:
 
 def _scaled_over_limit(x: Array, scaled: Array, norm: ArrayLike, limit: Array) -> Array:
     """A tensor whose coordinates above the limit are scaled. A tensor whose norm is NaN
-    or inf is what the kernel made of it: all NaN, or all 0.
+    or inf stays as it was scaled: all NaN, or all 0.
     """
     # The norm reads `jnp.abs(x)`. If this line read it too, XLA on a CPU would write it
     # to memory, instead of computing it twice.

@@ -55,8 +55,8 @@ class Decision(NamedTuple):
     outcome: Outcome
 
 
-# From norms and limits to decisions, elementwise. `_kernel.py` calls it for each block,
-# and `furthest_units` again for all units of some leaves at once.
+# From norms and limits to decisions, elementwise. `_norm_clipper.py` calls it for each
+# block, and `furthest_units` again for all units of some leaves at once.
 Decide = Callable[[Array, Array], Decision]
 # What rules remember. The key is the name of a leaf with units, or None for all other
 # leaves together.

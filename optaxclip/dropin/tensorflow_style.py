@@ -68,7 +68,7 @@ from .. import _trees as trees
 from .._arguments.checks import check_given_norm, check_number, with_extra_args
 from .._arguments.foreign_names import with_helpful_errors
 from .._clippers.by_value import value_clipper
-from .._kernel import clip_once, make_clipper
+from .._norm_clipper import clip_once, make_clipper
 from .._norms import norms
 from .._norms.axes import axes_within
 from .._norms.options import checked_options

@@ -1,4 +1,4 @@
-"""The kernel: measure, limit, shrink.
+"""The clipper of norms, of which almost all clippers are made.
 
     measure    how long is it?        updates -> norms
     limit      how long may it be?    norms, memory -> limits
