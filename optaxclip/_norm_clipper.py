@@ -67,8 +67,8 @@ from ._norms.norms import GlobalNorm, Measure, Norms, UnitwiseNorm, measured, to
 from ._numbers import number_for_jit
 from ._state import blocks
 from ._state.blocks import Block, blocks_of
-from ._state.exported import is_placeholder
 from ._state.first_state import first_state
+from ._state.interop import is_placeholder
 from ._state.nonfinite import raise_nonfinite
 from ._state.outcome import Decide, Decision, Memories, Outcome, are_sound, next_state
 from ._state.state import ClipState, state_of_placeholder

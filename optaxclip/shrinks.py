@@ -30,8 +30,8 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from ._arguments.checks import check_concrete, check_number, check_takes, shown
-from ._arguments.foreign_names import with_helpful_errors
 from ._arguments.functions import with_hash
+from ._arguments.helpful_errors import with_helpful_errors
 
 Shrink = Callable[[Array, Array], Array]
 

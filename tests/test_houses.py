@@ -13,7 +13,7 @@ TOOLS = {"_check_step", "_logs", "_release", "autopsy", "check", "doctor", "repl
 OTHER_NAMES = {"dropin"}  # of other libraries
 # Modules that clip nothing, and that every house may use. They check arguments and word
 # errors, register states, name leaves, and read traced programs and types.
-SHARED = ("_arguments", "_devices.mesh_types", "_jaxpr", "_state.exported", "_trees")
+SHARED = ("_arguments", "_devices.mesh_types", "_jaxpr", "_state.interop", "_trees")
 TYPES = {"Limit", "Number", "Shrink"}  # of public arguments
 # Private names by which a tool computes what a clipper does, number for number. They
 # take what no user has, such as the name of the call for an error.

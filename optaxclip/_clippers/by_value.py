@@ -18,7 +18,7 @@ from .._arguments.functions import is_function
 from .._arguments.prefixes import Prefix, covering_path, lookup, prefix_table
 from .._norms.moduli import with_modulus
 from .._numbers import kept_finite
-from .._state.exported import exported
+from .._state.interop import exported
 from .._trees import PyTree
 from ..rules._memory import count_up
 from ..rules._rule import Number, is_rule

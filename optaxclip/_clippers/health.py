@@ -31,7 +31,7 @@ from .._norm_clipper import make_clipper
 from .._norms.axes import Stacked
 from .._norms.norms import Norms, TensorNorm
 from .._norms.options import checked_options
-from .._state.exported import exported, is_placeholder
+from .._state.interop import exported, is_placeholder
 from .._state.state import ClipState, spans_of_names
 from .._trees import PyTree, leaves_to_clip
 from ..rules._memory import in_place

@@ -18,7 +18,7 @@ from .._norm_clipper import make_clipper
 from .._norms.axes import Stacked
 from .._norms.norms import GlobalNorm, GroupNorm, Measure, TensorNorm
 from .._norms.options import checked_options
-from .._state.exported import exported
+from .._state.interop import exported
 from ..rules._averages import EmaBand, MomentsRatio, ZScore
 from ..rules._limits import Limit, minimum, rule_of
 from ..rules._memory import between, count_up

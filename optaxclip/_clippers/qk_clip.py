@@ -32,7 +32,7 @@ from .._norms.axes import axes_within, check_no_bool, other_axes
 from .._norms.moduli import wide_dtype
 from .._norms.norms import UserNorm
 from .._numbers import norm_dtype
-from .._state.exported import is_placeholder
+from .._state.interop import is_placeholder
 from .._state.state import ClipState
 from .._trees import PyTree, leaves_to_clip, put_back
 from ..rules._limits import Limit, rule_without_params

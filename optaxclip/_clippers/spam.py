@@ -36,7 +36,7 @@ from .._norms.axes import Stacked
 from .._norms.moduli import modulus_dtype, wide_dtype, widened, with_modulus
 from .._norms.norms import Norms, TensorNorm
 from .._norms.options import checked_options
-from .._state.exported import exported
+from .._state.interop import exported
 from .._trees import PyTree, arrays_of, leaves_to_clip, put_back
 from ..rules._averages import Ema
 from ..rules._memory import count_up, new_where, root

@@ -47,7 +47,7 @@ import optax
 from jax.core import Tracer
 
 from .._arguments.checks import check_number, shown
-from .._arguments.foreign_names import with_helpful_errors
+from .._arguments.helpful_errors import with_helpful_errors
 from .._clippers.by_value import value_clipper
 from .._norm_clipper import make_clipper
 from .._norms.norms import GlobalNorm, TensorNorm

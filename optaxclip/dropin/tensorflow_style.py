@@ -66,7 +66,7 @@ from jax.typing import ArrayLike
 
 from .. import _trees as trees
 from .._arguments.checks import check_given_norm, check_number, with_extra_args
-from .._arguments.foreign_names import with_helpful_errors
+from .._arguments.helpful_errors import with_helpful_errors
 from .._clippers.by_value import value_clipper
 from .._norm_clipper import clip_once, make_clipper
 from .._norms import norms

@@ -54,7 +54,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from .._arguments.checks import check_given_norm, check_number, check_scalar, shown
-from .._arguments.foreign_names import with_helpful_errors
+from .._arguments.helpful_errors import with_helpful_errors
 from .._clippers.by_value import value_clipper
 from .._norm_clipper import clip_once
 from .._norms import norms

@@ -26,8 +26,8 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike, DTypeLike
 
 from .._arguments import checks
-from .._arguments.foreign_names import with_argument_errors
 from .._arguments.functions import as_partial
+from .._arguments.helpful_errors import with_argument_errors
 from .._arguments.reprs import call_repr, short_repr
 from .._devices.mesh_types import typed_as
 from .._numbers import in_norm_dtype, number_for_jit
