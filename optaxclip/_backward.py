@@ -253,9 +253,7 @@ def _clip_backward(
     """
     cotangent = treedef.unflatten(cotangents)
     if measure is None:
-        upper = ("max_value", limit.high)
-        lower = ("min_value", limit.low)
-        clipper = value_clipper(CALL, upper, lower)
+        clipper = value_clipper(CALL, limit.high, limit.low)
         clipped, _ = clipper.update(cotangent, clipper.init(cotangent))
     else:
         clipped, _ = clip_once(

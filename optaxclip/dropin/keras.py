@@ -118,7 +118,7 @@ def clip_gradients(
                 "then; leave it out for that."
             )
     if name == "clipvalue":
-        return value_clipper(call, (name, value))
+        return value_clipper(call, value, upper_argument=name)
     # Keras applies clipnorm to each gradient, not to all of them together.
     measure = TensorNorm(call) if name == "clipnorm" else GlobalNorm(call)
     return make_clipper(measure, value, call=call, limit_argument=name)

@@ -122,7 +122,11 @@ def clip_by_value(
     if isinstance(low, Tracer) or isinstance(high, Tracer):
         high = jnp.maximum(high, low)
     clipper: Any = value_clipper(
-        call, ("clip_value_max", high), ("clip_value_min", low)
+        call,
+        high,
+        low,
+        upper_argument="clip_value_max",
+        lower_argument="clip_value_min",
     )
     return clipper.update(t, clipper.init(t))[0]
 

@@ -138,7 +138,7 @@ def clip_grad_value(grads: Tree, clip_value: ArrayLike) -> Tree:
     call = "clip_grad_value"
     # torch takes one number. clip_by_value would broadcast an array.
     check_scalar(f"{call}: clip_value", clip_value)
-    clipper: Any = value_clipper(call, ("clip_value", clip_value))
+    clipper: Any = value_clipper(call, clip_value, upper_argument="clip_value")
     return clipper.update(grads, clipper.init(grads))[0]
 
 
