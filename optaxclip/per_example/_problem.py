@@ -218,13 +218,11 @@ class Signature(NamedTuple):
 
     def _axes_of_params(self, params: PyTree, batch: PyTree) -> list[AxisNames]:
         """For each parameter, the mesh axes over which its gradient is split."""
-        # None: the norm of a gradient is over all axes of its leaf.
-        summed_axes = [None] * len(jax.tree.leaves(params))
         axes_of_params = []
-        for split in _mesh.splits(self.mesh_axes, params, summed_axes, self.call):
+        for split in _mesh.splits(self.mesh_axes, params, self.call):
             # Along mesh axes of the batch devices hold gradients of different examples,
             # and not parts of one.
-            names = set(split.mesh_axes_of_summed) - varying(batch)
+            names = set(split.names) - varying(batch)
             axes_of_params.append(tuple(sorted(names)))
         return axes_of_params
 
