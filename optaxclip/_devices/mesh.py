@@ -446,6 +446,9 @@ def check_replicated(tree: PyTree, mesh_axes: str | tuple[str, ...]) -> Array:
             continue
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
+        # Numbers of 4 bits have no bytes of their own.
+        if leaf.dtype.itemsize == 1:
+            leaf = leaf.astype(np.float32)
         # Bytes are compared, so NaN equals itself and 0 differs from -0.
         numbers = varying_over(jnp.atleast_1d(leaf).view(np.uint8), names)
         different |= jnp.any(lax.pmax(numbers, names) != lax.pmin(numbers, names))
