@@ -223,6 +223,8 @@ def larc(
         tree = leaves_to_clip(updates, call)
         weights = weights_of(call, tree, params)
         grad_norms = measure(tree)
+        # `norm_clipper` measures the weights once more, for the limit of `Larc`. Under
+        # jit XLA computes them once.
         weight_norms = measure(weights)
         decayed_grads = jax.tree.map(
             partial(_decayed, weight_decay),
