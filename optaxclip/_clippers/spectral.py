@@ -400,7 +400,9 @@ class SpectralNorm(NamedTuple):
                 spectral_norm = spectral_norm.reshape(l2_norm.shape)
                 norms[index] = spectral_norm.astype(l2_norm.dtype)
         # Each device holds whole matrices: no norm is split over devices.
-        specs = tuple(LeafSpec(s.norm_index, axes=s.axes) for s in l2_norms.specs)
+        specs = tuple(
+            LeafSpec(spec.norm_index, spec.summed_axes) for spec in l2_norms.specs
+        )
         return l2_norms._replace(values=norms, specs=specs)
 
     def layer_axes(self, tree: PyTree) -> list[tuple[int, ...]]:

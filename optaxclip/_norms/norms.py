@@ -55,8 +55,8 @@ class Norms(NamedTuple):
     holes: tuple[Any, ...] = ()  # key paths of parts without a norm, such as None
 
     def tree(self) -> PyTree:
-        """The norms as a tree. Fails if a custom pytree node validates its children
-        (for example their shapes), as norms do not have the shapes of the leaves.
+        """The norms as a tree. It fails for a pytree class of the user's that checks
+        the shapes of its arrays, since norms have others.
         """
         return self.treedef.unflatten(self.local_values())
 
@@ -190,12 +190,11 @@ class GroupNorm(NamedTuple):
                     labels.add(label)
         check_labels(f"{argument} must be", labels)
         # The order in which JAX flattens a dict: 2 before 10.
-        ordered = sorted(labels)
-        norm_tree = {label: index for index, label in enumerate(ordered)}
-        norm_indices = [norm_tree[label] for label in label_of_leaf]
+        index_of_label = {label: index for index, label in enumerate(sorted(labels))}
+        norm_indices = [index_of_label[label] for label in label_of_leaf]
         splits = mesh.splits(self.mesh_axes, tree, self.call)
         norms = _measure_leaves(
-            tree, splits, self.ord, norm_tree=norm_tree, norm_indices=norm_indices
+            tree, splits, self.ord, norm_tree=index_of_label, norm_indices=norm_indices
         )
         return norms._replace(noun="label", allow_missing=self.allow_missing)
 
@@ -229,7 +228,8 @@ def _measure_leaves(
       tree: the leaves.
       splits: for each leaf the mesh axes that split it.
       ord: the order of the norms.
-      norm_tree: a tree of the structure in which norm functions return these norms.
+      norm_tree: a tree of the structure in which norm functions return these norms,
+        with anything as its leaves.
       norm_indices: for each leaf the index of its norm.
       summed_axes_of_leaves: for each leaf the axes that are summed. None means all.
       has_units: whether the other axes count units. Otherwise they count layers.
@@ -244,7 +244,7 @@ def _measure_leaves(
         split_of_norm = split.of_norm(array.shape, summed_axes)
         spec = LeafSpec(
             norm_index,
-            axes=summed_axes,
+            summed_axes=summed_axes,
             mesh_axes_of_summed=split_of_norm.mesh_axes_of_summed,
             mesh_axes_of_kept=split_of_norm.mesh_axes_of_kept,
             # A leaf that is summed whole has one norm, and no units.

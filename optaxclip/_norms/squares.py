@@ -112,7 +112,7 @@ def _roots_of_sums(
     with jax.debug_infs(False):
         terms = []
         for spec, array in zip(plan.specs, arrays):
-            terms.append(sums_of_leaf(array, spec.axes, dtype))
+            terms.append(sums_of_leaf(array, spec.summed_axes, dtype))
         totals = join.per_norm(plan, terms, operation=join.ADD, join_leaves=join_leaves)
     counts = plan.element_counts(arrays, dtype)
     if len(totals) > most_separate_roots:
@@ -147,7 +147,7 @@ def _can_be_merged(spec: LeafSpec, array: Array) -> bool:
     # If the type names a mesh, jit may have split the leaf. To concatenate split leaves
     # would take a collective.
     has_mesh = not jax.typeof(array).sharding.mesh.empty
-    if spec.axes is not None or has_mesh:
+    if spec.summed_axes is not None or has_mesh:
         return False
     # A size of jax.export may be a symbol.
     return isinstance(array.size, int) and array.size <= MOST_NUMBERS_TO_MERGE

@@ -86,7 +86,7 @@ def _names_of_state(
             shape = mesh.global_shape(zeros.shape, spec.mesh_axes_of_kept)
             unit_leaves_of_shape.setdefault(shape, []).append(name)
         else:
-            layer_names_of_norm[name] = _layer_names(zeros.shape, spec.axes)
+            layer_names_of_norm[name] = _layer_names(zeros.shape, spec.summed_axes)
     # Leaves whose units have one shape are reduced together, so they are neighbors. The
     # shape over all devices counts. So a state made inside shard_map has the order of
     # one made outside, and its checkpoint may be restored into that.
