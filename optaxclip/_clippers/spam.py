@@ -251,8 +251,8 @@ def adaclip(
         g_i <- g_i * T / max|g|                    where |g_i| > T
 
     Args:
-      decay: of the average T, in [0, 1]. 1 is the mean of all steps. A number or a
-        schedule.
+      decay: the decay of the average T, in [0, 1]. With 1 T is the mean of all steps. A
+        number or a schedule.
       stacked: which axes of a leaf index its layers: 1 for the leading axis, or another
         form that `clip_by_tensor_norm` takes.
       nonfinite: what becomes of a tensor whose norm is NaN or inf: "propagate" makes it

@@ -395,10 +395,10 @@ class SpectralNorm(NamedTuple):
             spectral_norms = jnp.where(
                 jnp.isfinite(largest_moduli), quotient_norms * divisors, largest_moduli
             )
-            for index, spectral_norm in zip(indices, spectral_norms):
+            for index, norms_of_leaf in zip(indices, spectral_norms):
                 l2_norm = norms[index]
-                spectral_norm = spectral_norm.reshape(l2_norm.shape)
-                norms[index] = spectral_norm.astype(l2_norm.dtype)
+                norms_of_leaf = norms_of_leaf.reshape(l2_norm.shape)
+                norms[index] = norms_of_leaf.astype(l2_norm.dtype)
         # Each device holds whole matrices: no norm is split over devices.
         specs = tuple(
             LeafSpec(spec.norm_index, spec.summed_axes) for spec in l2_norms.specs
