@@ -70,8 +70,8 @@ class Split(NamedTuple):
     error_start: str = ""
 
     def of_norm(self, shape: Shape, summed_axes: tuple[int, ...] | None) -> SplitOfNorm:
-        """The same for a norm over some axes of the leaf, or over all of them (None).
-        `shape` is that of the leaf's part on this device.
+        """Which of the mesh axes split the axes that a norm sums (None: all of them),
+        and which split the others. `shape` is that of the leaf's part on this device.
 
         Raises:
           ValueError: the norm keeps axes, and only the names of mesh axes are known.
