@@ -39,7 +39,7 @@ from . import rules as rules
 from . import shrinks as shrinks
 
 # `as` tells type checkers that a name is public.
-from ._arguments import foreign_names as _foreign_names
+from ._arguments import helpful_errors as _helpful_errors
 from ._backward import clip_cotangent as clip_cotangent
 from ._backward import scale_cotangent as scale_cotangent
 from ._clippers.by_norm import clip_by_average_norm as clip_by_average_norm
@@ -104,7 +104,7 @@ if _typing.TYPE_CHECKING:
 __version__ = "0.2.0"
 
 # optaxclip.clip_grad_norm_ -> an AttributeError that names clip_grads.
-_foreign_names.with_helpful_errors(
+_helpful_errors.with_helpful_errors(
     __name__,
     later={
         "autopsy": "autopsy",

@@ -34,7 +34,7 @@ from ._arguments.checks import check_limit, check_order, shown
 from ._clippers.by_value import value_clipper
 from ._devices.mesh import MeshAxes
 from ._devices.mesh_types import varying
-from ._kernel import clip_once
+from ._norm_clipper import clip_once
 from ._norms.axes import axes_within
 from ._norms.norms import Measure, TensorNorm, UnitwiseNorm
 from ._norms.options import Ord, checked_options
@@ -253,9 +253,7 @@ def _clip_backward(
     """
     cotangent = treedef.unflatten(cotangents)
     if measure is None:
-        upper = ("max_value", limit.high)
-        lower = ("min_value", limit.low)
-        clipper = value_clipper(CALL, upper, lower)
+        clipper = value_clipper(CALL, limit.high, limit.low)
         clipped, _ = clipper.update(cotangent, clipper.init(cotangent))
     else:
         clipped, _ = clip_once(

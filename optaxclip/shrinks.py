@@ -30,8 +30,8 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from ._arguments.checks import check_concrete, check_number, check_takes, shown
-from ._arguments.foreign_names import with_helpful_errors
 from ._arguments.functions import with_hash
+from ._arguments.helpful_errors import with_helpful_errors
 
 Shrink = Callable[[Array, Array], Array]
 
@@ -57,7 +57,7 @@ def drop(norm: Array, limit: ArrayLike) -> Array:
 
     Reference: DI-engine and PPOxFamily (grad_ignore_norm), axlearn (drop_norm).
     """
-    # NaN is not above the limit. The kernel decides what becomes of it.
+    # NaN is not above the limit. `nonfinite` decides what becomes of it.
     return jnp.where(norm > limit, jnp.zeros_like(norm), norm)
 
 

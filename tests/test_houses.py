@@ -13,7 +13,7 @@ TOOLS = {"_check_step", "_logs", "_release", "autopsy", "check", "doctor", "repl
 OTHER_NAMES = {"dropin"}  # of other libraries
 # Modules that clip nothing, and that every house may use. They check arguments and word
 # errors, register states, name leaves, and read traced programs and types.
-SHARED = ("_arguments", "_devices.mesh_types", "_jaxpr", "_state.exported", "_trees")
+SHARED = ("_arguments", "_devices.mesh_types", "_jaxpr", "_state.interop", "_trees")
 TYPES = {"Limit", "Number", "Shrink"}  # of public arguments
 # Private names by which a tool computes what a clipper does, number for number. They
 # take what no user has, such as the name of the call for an error.
@@ -95,8 +95,8 @@ def test_core_needs_neither_examples_nor_tools():
     assert list(wrong_imports()) == []
     # The reader of imports sees those that there are.
     assert "per_example" in imports_of(PACKAGE / "dropin/jax_privacy.py")
-    assert "_kernel" in imports_of(PACKAGE / "_release/__init__.py")
-    assert "rules" in imports_of(PACKAGE / "_kernel.py")
+    assert "_norm_clipper" in imports_of(PACKAGE / "_release/__init__.py")
+    assert "rules" in imports_of(PACKAGE / "_norm_clipper.py")
 
 
 def test_tools_compute_by_public_names():

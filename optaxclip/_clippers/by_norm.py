@@ -9,7 +9,7 @@ norm NaN or inf  all that was measured together becomes NaN (nonfinite="propagat
 nothing to clip  the norm of an empty tree is 0. None, integer, bool and empty
                  leaves pass through
 
-Each clipper here is a measure and a limit. `make_clipper` in _kernel.py computes
+Each clipper here is a measure and a limit. `make_clipper` in _norm_clipper.py computes
 g * min(1, limit / |g|) for all of them.
 """
 
@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 
 from .._arguments.checks import Nonfinite, check_flag, shown
 from .._devices.mesh import MeshAxes
-from .._kernel import make_clipper
+from .._norm_clipper import make_clipper
 from .._norms import norms
 from .._norms.axes import Axis, Stacked
 from .._norms.options import Ord, check_labels, checked_options

@@ -1,7 +1,7 @@
 """Clipping by value: every element by itself, between bounds."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -18,7 +18,7 @@ from .._arguments.functions import is_function
 from .._arguments.prefixes import Prefix, covering_path, lookup, prefix_table
 from .._norms.moduli import with_modulus
 from .._numbers import kept_finite
-from .._state.exported import exported
+from .._state.interop import exported
 from .._trees import PyTree
 from ..rules._memory import count_up
 from ..rules._rule import Number, is_rule
@@ -89,9 +89,7 @@ def clip_by_value(
     """
     call = "clip_by_value"
     checks.check_flag(f"{call}: count", count)
-    upper = ("max_value", max_value)
-    lower = ("min_value", min_value)
-    return value_clipper(call, upper, lower, count=count)
+    return value_clipper(call, max_value, min_value, count=count)
 
 
 def clip(max_delta: Bounds) -> optax.GradientTransformationExtraArgs:
@@ -114,40 +112,33 @@ def clip(max_delta: Bounds) -> optax.GradientTransformationExtraArgs:
       >>> print(clipper.update(grads, clipper.init(grads))[0])
       [-1.    0.25]
     """
-    return value_clipper("clip", ("max_delta", max_delta))
-
-
-class CheckedBounds(NamedTuple):
-    """The bounds that one argument gives to the leaves."""
-
-    name: str  # of the argument, such as "max_value"
-    argument: str  # the same with the call: "clip_by_value: max_value"
-    table: Prefix
-
-    def of_leaves(self, updates: PyTree, step: Array) -> list[Any]:
-        """The bound of each leaf at this step."""
-        bounds = []
-        for bound in lookup(self.table, updates, self.argument):
-            if callable(bound):
-                bound = bound(step)
-                checks.check_real(f"{self.argument}: what a schedule returns", bound)
-            bounds.append(bound)
-        return bounds
+    return value_clipper("clip", max_delta, upper_argument="max_delta")
 
 
 def value_clipper(
     call: str,
-    upper: tuple[str, Bounds],
-    lower: tuple[str, Bounds] = ("min_value", None),
+    upper: Bounds,
+    lower: Bounds = None,
     *,
+    upper_argument: str = "max_value",
+    lower_argument: str = "min_value",
     count: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """The clipper between two bounds. Each is (name of the argument, bound), and errors
-    name the call and the argument. A lower bound of None is minus the upper one.
+    """The clipper between two bounds. A lower bound of None is minus the upper one.
+    Errors name the call and the argument of a bound.
     """
-    upper_bounds = _checked_bounds(call, *upper, no_bound=math.inf)
-    lower_bounds = _checked_bounds(call, *lower, no_bound=None)
-    _check_bounds_order(call, lower_bounds, upper_bounds)
+    upper_in_errors = f"{call}: {upper_argument}"
+    lower_in_errors = f"{call}: {lower_argument}"
+    upper_table = _checked_bounds(upper_in_errors, upper, no_bound=math.inf)
+    lower_table = _checked_bounds(lower_in_errors, lower, no_bound=None)
+    for lower_bound, upper_bound in _pairs_of_bounds(lower_table, upper_table):
+        if lower_bound is not None:
+            checks.check_order(
+                call, (lower_argument, lower_bound), (upper_argument, upper_bound)
+            )
+        elif not callable(upper_bound):
+            # Without a lower bound it limits the modulus.
+            checks.check_limit(upper_in_errors, upper_bound)
 
     def init(params: PyTree) -> ClipByValueState:
         clipped_shares = no_elements_clipped() if count else ()
@@ -159,7 +150,7 @@ def value_clipper(
     ) -> Any:
         # A checkpoint of `optax.clip` has EmptyState in this place. Fixed bounds need
         # no count of steps, so it begins anew.
-        if can_begin_anew(call, state, (upper_bounds.table, lower_bounds.table)):
+        if can_begin_anew(call, state, (upper_table, lower_table)):
             state = init(params)
         else:
             checks.check_state(call, state, ClipByValueState)
@@ -168,13 +159,13 @@ def value_clipper(
         leaves_with_path, treedef = jax.tree.flatten_with_path(updates)
         new_leaves = []
         before_and_after = []
-        for (path, leaf), high, low in zip(
+        for (path, leaf), upper_bound, lower_bound in zip(
             leaves_with_path,
-            upper_bounds.of_leaves(updates, state.step),
-            lower_bounds.of_leaves(updates, state.step),
+            _bounds_of_leaves(upper_in_errors, upper_table, updates, state.step),
+            _bounds_of_leaves(lower_in_errors, lower_table, updates, state.step),
         ):
             leaf_name = trees.path_name(path)
-            clipped = _clipped_leaf(call, leaf_name, leaf, low, high)
+            clipped = _clipped_leaf(call, leaf_name, leaf, lower_bound, upper_bound)
             new_leaves.append(clipped)
             # A leaf without numbers, such as a key, is returned as it is.
             if clipped is not leaf:
@@ -189,54 +180,55 @@ def value_clipper(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _checked_bounds(
-    call: str, name: str, bound: Bounds, *, no_bound: float | None
-) -> CheckedBounds:
-    """The bounds that an argument gives, with `no_bound` in the place of None.
+def _checked_bounds(argument: str, bounds: Bounds, *, no_bound: float | None) -> Prefix:
+    """The bounds of an argument by path, with `no_bound` in the place of None.
 
     Raises:
       ValueError: NaN.
       TypeError: a bound that is not a number, an array or a schedule.
     """
-    argument = f"{call}: {name}"
     # A rule is one value of the tree, so that the check says that it is not a number.
-    table = prefix_table(bound, lambda x: is_function(x) or is_rule(x))
+    table = prefix_table(bounds, lambda x: is_function(x) or is_rule(x))
     entries = []
-    for path, value in table.entries:
-        if value is None:
-            value = no_bound
-        elif callable(value):
-            checks.check_schedule(argument, value)
+    for path, bound in table.entries:
+        if bound is None:
+            bound = no_bound
+        elif callable(bound):
+            checks.check_schedule(argument, bound)
         else:
-            checks.check_limit(argument, value, lowest=-math.inf)
-        entries.append((path, value))
-    return CheckedBounds(name, argument, Prefix(tuple(entries)))
+            checks.check_limit(argument, bound, lowest=-math.inf)
+        entries.append((path, bound))
+    return Prefix(tuple(entries))
 
 
-def _check_bounds_order(call: str, lower: CheckedBounds, upper: CheckedBounds) -> None:
-    """Raises ValueError for bounds of the same leaves that leave no room between them,
-    and for a negative upper bound that stands alone.
-    """
-    lower_by_path = dict(lower.table.entries)
-    upper_by_path = dict(upper.table.entries)
+def _pairs_of_bounds(lower: Prefix, upper: Prefix) -> Iterator[tuple[Any, Any]]:
+    """The lower and the upper bound of each part of a tree."""
+    lower_by_path = dict(lower.entries)
+    upper_by_path = dict(upper.entries)
     for path in lower_by_path | upper_by_path:
-        low_path = covering_path(path, lower_by_path)
-        high_path = covering_path(path, upper_by_path)
-        # One of the arguments has bounds for parts of this path. They are compared at
-        # their own paths.
-        if low_path is None or high_path is None:
-            continue
-        low = lower_by_path[low_path]
-        high = upper_by_path[high_path]
-        if low is not None:
-            checks.check_order(call, (lower.name, low), (upper.name, high))
-        elif not callable(high):
-            # Without a lower bound it limits the modulus.
-            checks.check_limit(upper.argument, high)
+        lower_path = covering_path(path, lower_by_path)
+        upper_path = covering_path(path, upper_by_path)
+        # One of the arguments may have bounds for parts of this path, which have paths
+        # of their own here.
+        if lower_path is not None and upper_path is not None:
+            yield lower_by_path[lower_path], upper_by_path[upper_path]
+
+
+def _bounds_of_leaves(
+    argument: str, table: Prefix, updates: PyTree, step: Array
+) -> list[Any]:
+    """The bound of each leaf at this step."""
+    bounds = []
+    for bound in lookup(table, updates, argument):
+        if callable(bound):
+            bound = bound(step)
+            checks.check_real(f"{argument}: what a schedule returns", bound)
+        bounds.append(bound)
+    return bounds
 
 
 def _clipped_leaf(
-    call: str, leaf_name: str, leaf: Any, low: ArrayLike | None, high: ArrayLike
+    call: str, leaf_name: str, leaf: Any, lower: ArrayLike | None, upper: ArrayLike
 ) -> Any:
     """The leaf, clipped between its bounds. A leaf without numbers is returned as it
     is.
@@ -248,7 +240,7 @@ def _clipped_leaf(
     if not jnp.issubdtype(dtype, jnp.number):  # bool, float0 or a key
         return leaf
     x = jnp.asarray(x)
-    for bound in (low, high):
+    for bound in (lower, upper):
         shape = () if bound is None else jnp.shape(bound)
         if not broadcasts_to(shape, x.shape):
             raise ValueError(
@@ -256,19 +248,19 @@ def _clipped_leaf(
                 f"{leaf_name!r} of shape {x.shape}."
             )
     if jnp.iscomplexobj(x):
-        if low is not None:
+        if lower is not None:
             raise TypeError(
                 f"{call}: the leaf {leaf_name!r} is complex and has no order: give "
                 "one bound, for its modulus."
             )
-        _, upper = _bounds_in_dtype(None, high, jnp.finfo(dtype).dtype)
+        _, upper = _bounds_in_dtype(None, upper, jnp.finfo(dtype).dtype)
         # The modulus of the largest complex numbers is inf, and so above the bound.
         is_above = jnp.abs(x) > upper
         # 1 where nothing is clipped: `upper` may be inf there, and inf * 0 in the
         # derivative is NaN.
         new_modulus = jnp.where(is_above, upper, jnp.ones_like(upper))
         return jnp.where(is_above, with_modulus(new_modulus, x), x)
-    lower, upper = _bounds_in_dtype(low, high, dtype)
+    lower, upper = _bounds_in_dtype(lower, upper, dtype)
     lower = jnp.broadcast_to(lower, x.shape)
     upper = jnp.broadcast_to(upper, x.shape)
     # Where schedules cross the upper bound wins, as in `optax.clip`.
@@ -276,19 +268,19 @@ def _clipped_leaf(
 
 
 def _bounds_in_dtype(
-    low: ArrayLike | None, high: ArrayLike, dtype: DTypeLike
+    lower: ArrayLike | None, upper: ArrayLike, dtype: DTypeLike
 ) -> tuple[Any, Any]:
-    """(lower, upper) in the dtype of a leaf. Without `low` they are -high and high. A
-    bound beyond the range of the dtype becomes its smallest or largest number.
+    """Both bounds in the dtype of a leaf. A lower bound of None is minus the upper one.
+    A bound beyond the range of the dtype becomes its smallest or largest number.
     """
-    upper = _as_float(high)
-    if low is None:
+    upper = _as_float(upper)
+    if lower is None:
         xp = jnp if isinstance(upper, Array) else np
         # Where a schedule is negative, 0 is taken.
         upper = xp.maximum(upper, 0)
         lower = -upper
     else:
-        lower = _as_float(low)
+        lower = _as_float(lower)
     if jnp.issubdtype(dtype, jnp.integer):
         return (
             _as_integer(dtype, lower, is_lower=True),

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from .._arguments.checks import Nonfinite, check_flag, shown
 from .._arguments.updates import weights_of
 from .._devices.mesh import MeshAxes
-from .._kernel import make_clipper
+from .._norm_clipper import make_clipper
 from .._norms.axes import Axis, Stacked
 from .._norms.moduli import widened
 from .._norms.norms import TensorNorm, UnitwiseNorm
@@ -207,7 +207,7 @@ def larc(
     rule = Larc(learning_rate, trust)
     options = checked_options(call, ord=None, stacked=stacked, mesh_axes=mesh_axes)
     measure = TensorNorm(**options)
-    kernel = make_clipper(
+    norm_clipper = make_clipper(
         measure,
         rule,
         call=call,
@@ -223,6 +223,8 @@ def larc(
         tree = leaves_to_clip(updates, call)
         weights = weights_of(call, tree, params)
         grad_norms = measure(tree)
+        # `norm_clipper` measures the weights once more, for the limit of `Larc`. Under
+        # jit XLA computes them once.
         weight_norms = measure(weights)
         decayed_grads = jax.tree.map(
             partial(_decayed, weight_decay),
@@ -231,8 +233,8 @@ def larc(
             grad_norms.tree(),
             weight_norms.tree(),
         )
-        # As in apex, the kernel divides by |g| + weight_decay * |p|, which is at least
-        # the norm of the decayed gradient.
+        # As in apex, the norm is |g| + weight_decay * |p|, which is at least the norm
+        # of the decayed gradient.
         norms = grad_norms._replace(
             values=[
                 _norm_with_decay(weight_decay, grad_norm, weight_norm)
@@ -241,13 +243,13 @@ def larc(
                 )
             ]
         )
-        clipped, new_state = kernel.update(
+        clipped, new_state = norm_clipper.update(
             decayed_grads, state, params, grad_norm=norms
         )
         rounded = jax.tree.map(rounded_like, clipped, tree)
         return put_back(rounded, updates), new_state
 
-    return optax.GradientTransformationExtraArgs(kernel.init, update)
+    return optax.GradientTransformationExtraArgs(norm_clipper.init, update)
 
 
 # Not `LARC`: errors name a rule by its class, larc, and would make it l_a_r_c.
@@ -374,8 +376,8 @@ def clippy(
     options = checked_options(call, ord=math.inf, stacked=stacked, mesh_axes=mesh_axes)
     # The norm of order inf is the largest ratio of an element to its bound.
     measure = TensorNorm(**options)
-    # The limit depends on single weights, so each update hands it to the kernel.
-    kernel = make_clipper(
+    # The limit depends on single weights, so each update hands it over.
+    norm_clipper = make_clipper(
         measure, None, call=call, limit_argument="limit", nonfinite=nonfinite
     )
 
@@ -392,16 +394,16 @@ def clippy(
         # A norm is inf where an element has a bound of 0, or overflows when divided by
         # its bound. Then its tensor does not move.
         limits = [jnp.where(x == jnp.inf, 0.0, limit) for x in norms.values]
-        # The kernel would count a norm of inf as broken. NaN stays NaN.
+        # A norm of inf would count as broken. NaN stays NaN.
         finite_norms = [jnp.minimum(x, jnp.finfo(x.dtype).max) for x in norms.values]
-        return kernel.update(
+        return norm_clipper.update(
             updates,
             state,
             grad_norm=norms._replace(values=finite_norms),
             limit=norms._replace(values=limits),
         )
 
-    return optax.GradientTransformationExtraArgs(kernel.init, update)
+    return optax.GradientTransformationExtraArgs(norm_clipper.init, update)
 
 
 @jax.jit

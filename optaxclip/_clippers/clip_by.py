@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from .._arguments.checks import Nonfinite, check_norm_function
 from .._arguments.functions import with_hash
 from .._devices.mesh import MeshAxes
-from .._kernel import clip_once, make_clipper
+from .._norm_clipper import clip_once, make_clipper
 from .._norms.norms import GlobalNorm, UserNorm
 from .._norms.options import Ord, checked_options
 from .._trees import Tree

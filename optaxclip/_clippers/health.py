@@ -27,11 +27,11 @@ from .._arguments.checks import (
 from .._arguments.updates import weights_of
 from .._devices import mesh_types
 from .._devices.mesh import MeshAxes
-from .._kernel import make_clipper
+from .._norm_clipper import make_clipper
 from .._norms.axes import Stacked
 from .._norms.norms import Norms, TensorNorm
 from .._norms.options import checked_options
-from .._state.exported import exported, is_placeholder
+from .._state.interop import exported, is_placeholder
 from .._state.state import ClipState, spans_of_names
 from .._trees import PyTree, leaves_to_clip
 from ..rules._memory import has_reached, in_place
@@ -243,8 +243,8 @@ def _after_step(
 
     signs: dict[str, Array] = {}
     for sign, numbers in local_signs.items():
-        # Layers, and leaves split over devices, have places in a state that only the
-        # kernel knows. So the numbers of a sign are recorded as if they were norms.
+        # Only a norm clipper knows where a state has layers, and leaves split over
+        # devices. So the numbers of a sign are recorded as if they were norms.
         numbers_as_norms = norms._replace(values=norms.gathered(numbers))
         signs[sign] = state_after(numbers_as_norms).norm.astype(jnp.float32)
     idle: dict[str, Array] = {}

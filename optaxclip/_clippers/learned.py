@@ -14,11 +14,11 @@ from jax.typing import ArrayLike
 
 from .._arguments.checks import Nonfinite, shown, warn_user
 from .._devices.mesh import MeshAxes
-from .._kernel import make_clipper
+from .._norm_clipper import make_clipper
 from .._norms.axes import Stacked
 from .._norms.norms import GlobalNorm, GroupNorm, Measure, TensorNorm
 from .._norms.options import checked_options
-from .._state.exported import exported
+from .._state.interop import exported
 from ..rules._averages import EmaBand, MomentsRatio, ZScore
 from ..rules._limits import Limit, minimum, rule_of
 from ..rules._memory import between, count_up, has_reached
@@ -157,7 +157,8 @@ def zclip(
 
     Args:
       z: a norm with a score above it is clipped. At least 0. A number or a schedule.
-      decay: of the averages for mean and variance, in [0, 1]. A number or a schedule.
+      decay: the decay of the averages for mean and variance, in [0, 1]. A number or a
+        schedule.
       cap: a fixed limit besides, as the public code has with 1.0, so that the warm-up
         has a limit too. None for the paper's rule. At least 0. A number or a schedule.
         The averages do not depend on it.
@@ -240,7 +241,7 @@ def adagc(
         then only fall, since the average is taken over clipped norms. The paper's code
         has 1.05 with a decay of 0.98, later runs 1.04 with 0.99. A number or a
         schedule.
-      decay: of the average, in [0, 1]. A number or a schedule.
+      decay: the decay of the average, in [0, 1]. A number or a schedule.
       max_norm: the global limit of the warm-up, at least 0. A number or a schedule.
       warmup: how many norms are seen under the global limit. At least 1.
       scope: "tensor", "global", or labels: a tree prefix of them, a function that makes
@@ -325,12 +326,12 @@ class Adagc(Rule):
         seen, average = memory
         is_past_warmup = has_reached(seen, self.warmup)
         is_over = total > max_norm
-        # h = min(1, max_norm / |all|). The inner where keeps 0 out of the division.
+        # h = min(1, max_norm / total). The inner where keeps 0 out of the division.
         factor = jnp.where(is_over, max_norm / jnp.where(is_over, total, 1.0), 1.0)
         # A tensor whose limit is h |g| is multiplied by h.
         early_limit = jnp.where(is_over, norm * factor, jnp.inf)
         # In the warm-up all tensors are clipped together, so a broken one breaks all.
-        # The kernel treats a limit of NaN like a broken norm.
+        # A limit of NaN counts as a broken norm.
         early_limit = jnp.where(jnp.isfinite(total), early_limit, jnp.nan)
         # The average is inf before the first norm. `jnp.where` would drop ratio * inf,
         # but its derivative would be 0 * inf, which is NaN.
@@ -387,7 +388,7 @@ def aggc(
       scope: labels, such as the kind of the layer: a tree prefix of them, a function
         that makes one from the tree, or a function of path and leaf. Or "tensor" or
         "global".
-      decay: of the average, in [0, 1]. A number or a schedule.
+      decay: the decay of the average, in [0, 1]. A number or a schedule.
       floor: the lower edge is at least this, in units of the norm. It has an effect
         with raise_small=True only. At least 0. A number or a schedule.
       up: how far one step is lengthened at most, at least 1. A number or a schedule.
@@ -477,8 +478,8 @@ def adagn(
     `adagn(0.6, 0.999, eps=1e-12)`.
 
     Args:
-      decay1, decay2: of the two moments, in [0, 1]. 1 in all steps is the mean of all
-        steps. Numbers or schedules.
+      decay1, decay2: the decays of the two moments, in [0, 1]. Numbers or schedules. A
+        moment whose decay is always 1 is the mean of all steps.
       eps: at least 0, in units of the norm. A number or a schedule.
       scope: "tensor", "global", or labels: a tree prefix of them, a function that makes
         one from the tree, or a function of path and leaf.

@@ -27,12 +27,12 @@ from .. import _trees as trees
 from .._arguments.checks import check_number, check_state, shown
 from .._arguments.updates import weights_of
 from .._devices.mesh_types import resharded, typed_as, types_of, varying_as
-from .._kernel import make_clipper
+from .._norm_clipper import make_clipper
 from .._norms.axes import axes_within, check_no_bool, other_axes
 from .._norms.moduli import wide_dtype
 from .._norms.norms import UserNorm
 from .._numbers import norm_dtype
-from .._state.exported import is_placeholder
+from .._state.interop import is_placeholder
 from .._state.state import ClipState
 from .._trees import PyTree, leaves_to_clip, put_back
 from ..rules._limits import Limit, rule_without_params
@@ -169,25 +169,25 @@ def qk_clip(
     roles = {"queries": queries, "keys": keys}
     if rotary is not None:
         roles["rotary"] = rotary
-    # The kernel measures nothing: the norms are the logits that the attentions report,
-    # in a dict from the name of an attention to its heads.
-    kernel = make_clipper(
+    # Nothing is measured: the norms are the logits that the attentions report, in a
+    # dict from the name of an attention to its heads.
+    norm_clipper = make_clipper(
         UserNorm(dict), max_logit, call=CALL, limit_argument="max_logit"
     )
 
     def init(params: PyTree) -> Any:
         # `optax.tree_map_params` has no weights in which heads could be found.
         if is_placeholder(params):
-            return kernel.init(params)
+            return norm_clipper.init(params)
         tree = types_of(partial(leaves_to_clip, call=CALL), params)
         types = jax.tree.leaves(tree)
-        zeros = {}
+        zeros_of_name = {}
         for attention in _attentions_of(roles, tree):
             # Logits are computed from the weights, so they vary over the same devices.
-            weights_type = types[attention.leaves[0].position]
+            weights_type = types[attention.leaves[0].index]
             logits = jnp.zeros(attention.norm_shape, attention.norm_dtype)
-            zeros[attention.name] = varying_as(logits, weights_type)
-        return kernel.init(zeros)
+            zeros_of_name[attention.name] = varying_as(logits, weights_type)
+        return norm_clipper.init(zeros_of_name)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
@@ -197,8 +197,8 @@ def qk_clip(
         weights = jax.tree.leaves(weights_of(CALL, tree, params))
         attentions = _attentions_of(roles, tree)
         logits: Any = _logits_of(attentions, extra_args.get("max_logits"))
-        # The kernel would clip the logits themselves. Only its state is used.
-        new_state: Any = kernel.update(logits, state)[1]
+        # This clips the logits themselves. Only the state is used.
+        new_state: Any = norm_clipper.update(logits, state)[1]
         # Inside shard_map a state keeps its types from step to step, which `lax.scan`
         # compares.
         new_state = jax.tree.map(
@@ -217,7 +217,7 @@ class AttentionLeaf(NamedTuple):
     record.
     """
 
-    position: int  # of the leaf in the tree
+    index: int  # of the leaf in the tree
     path: Path
     rank: int
     role: str  # "queries", "keys" or "rotary"
@@ -253,7 +253,7 @@ def _clipped_updates(
     """
     updates, treedef = jax.tree.flatten(tree)
     entry_by_name = state.by_name()
-    scale_by_position: dict[int, Array] = {}
+    scale_of_index: dict[int, Array] = {}
     for attention in attentions:
         # The state has a vector for all layers and heads of the attention. Here it is
         # [heads] or [layers, heads].
@@ -269,12 +269,10 @@ def _clipped_updates(
             factors_of_role = jnp.where(jnp.isnan(factors), factors, factors_of_role)
             scale = _scale_of(leaf, factors_of_role)
             # Queries and keys may share a leaf. Each scale is 1 outside its heads.
-            other_scale = scale_by_position.get(leaf.position, 1)
-            scale_by_position[leaf.position] = scale * other_scale
-    for position, scale in scale_by_position.items():
-        updates[position] = _update_of_scaled_weight(
-            updates[position], weights[position], scale
-        )
+            other_scale = scale_of_index.get(leaf.index, 1)
+            scale_of_index[leaf.index] = scale * other_scale
+    for index, scale in scale_of_index.items():
+        updates[index] = _update_of_scaled_weight(updates[index], weights[index], scale)
     return treedef.unflatten(updates)
 
 
@@ -380,12 +378,14 @@ def _attention_of_array(path: Path, attention_paths: list[Path]) -> Path | None:
     """The path of the attention that an array at this path belongs to, or None."""
     # flax's `sow` adds a name after the path of an attention. If one attention is
     # within another, the array belongs to the inner one.
-    above = [other for other in attention_paths if path[: len(other)] == other]
-    if above:
-        return max(above, key=len)
+    beginnings = [start for start in attention_paths if path[: len(start)] == start]
+    if beginnings:
+        return max(beginnings, key=len)
     # Users may leave out the end of a path that only one attention continues.
-    below = [other for other in attention_paths if other[: len(path)] == path]
-    return below[0] if len(below) == 1 else None
+    continuations = [
+        longer for longer in attention_paths if longer[: len(path)] == path
+    ]
+    return continuations[0] if len(continuations) == 1 else None
 
 
 # ------------------------------------------------------ which leaves have which heads
@@ -421,7 +421,7 @@ def _attentions_of(roles: dict[str, Where], tree: PyTree) -> list[Attention]:
             name="/".join(path),
             path=path,
             norm_shape=_norm_shape(path, leaves_of_path),
-            norm_dtype=norm_dtype([leaves_with_path[first.position][1]]),
+            norm_dtype=norm_dtype([leaves_with_path[first.index][1]]),
             leaves=tuple(leaves_of_path),
         )
         attentions.append(attention)
@@ -432,17 +432,17 @@ def _check_disjoint(leaves: list[AttentionLeaf]) -> None:
     """Raises ValueError if two roles have the same entries of a leaf, which would be
     multiplied twice. `Heads` without `heads` selects all heads, also of the values.
     """
-    mask_by_position: dict[int, np.ndarray] = {}
+    mask_of_index: dict[int, np.ndarray] = {}
     for leaf in leaves:
         mask = _selected_entries(leaf)
-        mask_of_others = mask_by_position.get(leaf.position, np.False_)
+        mask_of_others = mask_of_index.get(leaf.index, np.False_)
         if np.any(mask & mask_of_others):
             raise ValueError(
                 f"{CALL}: {leaf.role} names entries of the leaf "
                 f"{'/'.join(leaf.path)!r} that another role has too: {leaf.layout}. "
                 "Name the heads of each by Heads(..., heads=(start, stop))."
             )
-        mask_by_position[leaf.position] = mask | mask_of_others
+        mask_of_index[leaf.index] = mask | mask_of_others
 
 
 def _selected_entries(leaf: AttentionLeaf) -> np.ndarray:
@@ -473,8 +473,8 @@ def _attention_path(leaf: AttentionLeaf, leaves: list[AttentionLeaf]) -> Path:
     # A leaf of another rank beside it is the bias of its kernel, or the reverse: both
     # are one attention. Fused kernels of several attentions have the same rank.
     module = path[:-1]
-    for other in leaves:
-        if other.path[:-1] == module and other.rank != leaf.rank:
+    for neighbor in leaves:
+        if neighbor.path[:-1] == module and neighbor.rank != leaf.rank:
             return module
     return path
 
@@ -491,7 +491,7 @@ def _leaves_of_role(
     leaves = []
     # The patterns that have matched no leaf so far.
     unmatched_patterns = [] if callable(where) else list(where)
-    for position, (path, array) in enumerate(leaves_with_path):
+    for index, (path, array) in enumerate(leaves_with_path):
         name = trees.path_name(path)
         if callable(where):
             axis_or_heads = where(name, array)
@@ -502,9 +502,7 @@ def _leaves_of_role(
                 pattern for pattern in unmatched_patterns if pattern not in matching
             ]
         if axis_or_heads is not None:
-            leaf = _attention_leaf(
-                position, path, role, axis_or_heads, jnp.shape(array)
-            )
+            leaf = _attention_leaf(index, path, role, axis_or_heads, jnp.shape(array))
             leaves.append(leaf)
     # Otherwise a typo in a pattern would silently leave weights unclipped.
     if unmatched_patterns or not leaves:
@@ -517,7 +515,7 @@ def _leaves_of_role(
 
 
 def _attention_leaf(
-    position: int, path: KeyPath, role: str, axis_or_heads: Any, shape: Shape
+    index: int, path: KeyPath, role: str, axis_or_heads: Any, shape: Shape
 ) -> AttentionLeaf:
     """The record of a leaf in a role. `axis_or_heads` is a `Heads`, or the axis of one.
 
@@ -553,7 +551,7 @@ def _attention_leaf(
             "among those of a head."
         )
     return AttentionLeaf(
-        position=position,
+        index=index,
         path=_path_names(path),
         rank=rank,
         role=role,

@@ -13,9 +13,9 @@ from jax import Array
 from .._arguments.checks import check_norm_function, check_state
 from .._arguments.functions import with_hash
 from .._devices.mesh import MeshAxes
-from .._kernel import make_clipper, without_overrides
+from .._norm_clipper import make_clipper, without_overrides
 from .._norms.norms import UserNorm, global_norm
-from .._state.exported import exported
+from .._state.interop import exported
 from .._state.state import RecordState
 from .._trees import PyTree
 from .._wrappers.judge import Judge

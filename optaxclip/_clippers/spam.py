@@ -31,12 +31,12 @@ from .._arguments import checks
 from .._arguments.checks import Nonfinite, check_state
 from .._arguments.updates import check_fits_stored
 from .._devices.mesh import MeshAxes
-from .._kernel import make_clipper
+from .._norm_clipper import make_clipper
 from .._norms.axes import Stacked
 from .._norms.moduli import modulus_dtype, wide_dtype, widened, with_modulus
 from .._norms.norms import Norms, TensorNorm
 from .._norms.options import checked_options
-from .._state.exported import exported
+from .._state.interop import exported
 from .._trees import PyTree, arrays_of, leaves_to_clip, put_back
 from ..rules._averages import Ema
 from ..rules._memory import count_up, has_reached, new_where, root
@@ -251,8 +251,8 @@ def adaclip(
         g_i <- g_i * T / max|g|                    where |g_i| > T
 
     Args:
-      decay: of the average T, in [0, 1]. 1 is the mean of all steps. A number or a
-        schedule.
+      decay: the decay of the average T, in [0, 1]. With 1 T is the mean of all steps. A
+        number or a schedule.
       stacked: which axes of a leaf index its layers: 1 for the leading axis, or another
         form that `clip_by_tensor_norm` takes.
       nonfinite: what becomes of a tensor whose norm is NaN or inf: "propagate" makes it
@@ -289,7 +289,7 @@ def adaclip(
     # Order inf: the norm of a tensor is its largest coordinate, max|g|.
     measure = TensorNorm(**options)
     rule = rule_named(call, Ema, decay=decay)
-    kernel: Any = make_clipper(
+    norm_clipper: Any = make_clipper(
         measure, rule, call=call, limit_argument="limit", nonfinite=nonfinite
     )
 
@@ -298,12 +298,12 @@ def adaclip(
     ) -> Any:
         tree = leaves_to_clip(updates, call)
         norms = measure(tree)
-        # The kernel takes these norms and measures nothing. A `grad_norm` that a chain
-        # was given is not the largest coordinate.
+        # `norm_clipper` takes these norms and measures nothing. A `grad_norm` that a
+        # chain was given is not the largest coordinate.
         extra_args["grad_norm"] = norms
-        # The kernel multiplies a whole tensor by T / max|g|. Coordinates up to T get
-        # back their own bits below.
-        scaled, new_state = kernel.update(tree, state, params, **extra_args)
+        # It multiplies a whole tensor by T / max|g|. Coordinates up to T get back their
+        # own bits below.
+        scaled, new_state = norm_clipper.update(tree, state, params, **extra_args)
         treedef = jax.tree.structure(tree)
         clipped = jax.tree.map(
             _scaled_over_limit,
@@ -314,7 +314,7 @@ def adaclip(
         )
         return put_back(clipped, updates), new_state
 
-    return optax.GradientTransformationExtraArgs(kernel.init, update)
+    return optax.GradientTransformationExtraArgs(norm_clipper.init, update)
 
 
 def _local_limits(norms: Norms, state: PyTree) -> list[Array]:
@@ -330,7 +330,7 @@ def _local_limits(norms: Norms, state: PyTree) -> list[Array]:
 
 def _scaled_over_limit(x: Array, scaled: Array, norm: ArrayLike, limit: Array) -> Array:
     """A tensor whose coordinates above the limit are scaled. A tensor whose norm is NaN
-    or inf is what the kernel made of it: all NaN, or all 0.
+    or inf stays as it was scaled: all NaN, or all 0.
     """
     # The norm reads `jnp.abs(x)`. If this line read it too, XLA on a CPU would write it
     # to memory, instead of computing it twice.

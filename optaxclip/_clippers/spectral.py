@@ -48,7 +48,7 @@ from .._arguments.checks import (
 from .._arguments.prefixes import Prefix, for_each_leaf
 from .._devices.mesh_types import resharded, resharded_as
 from .._factors import shrunk_by
-from .._kernel import make_clipper
+from .._norm_clipper import make_clipper
 from .._norms.axes import ByPath, Stacked, check_no_bool, other_axes, stacked_axes
 from .._norms.moduli import wide_dtype
 from .._norms.norms import Norms, TensorNorm
@@ -179,7 +179,7 @@ def clip_by_spectral_norm(
             f"{call}: method='newton_schulz' knows the shrinks hard and smooth(2), got "
             f"{shown(shrink)}: take method='svd'."
         )
-    kernel = make_clipper(
+    norm_clipper = make_clipper(
         measure, max_norm, call=call, shrink=shrink, nonfinite=nonfinite
     )
 
@@ -189,15 +189,15 @@ def clip_by_spectral_norm(
         tree = leaves_to_clip(updates, call)
         # A norm that the chain was given is not a spectral norm, and may be smaller.
         extra_args.pop("grad_norm", None)
-        # The kernel finds norms and limits, counts, and multiplies each leaf by one
+        # `norm_clipper` finds norms and limits, counts, and multiplies each leaf by one
         # factor. Vectors, zeros, broken steps, and limits of 0 and inf need no more.
-        rescaled, new_state = kernel.update(tree, state, params, **extra_args)
+        rescaled, new_state = norm_clipper.update(tree, state, params, **extra_args)
         if max_norm is None and extra_args.get("limit") is None:
             return updates, new_state
         clipped = _with_shrunk_values(measure, shrink, steps, tree, rescaled, new_state)
         return put_back(clipped, updates), new_state
 
-    return optax.GradientTransformationExtraArgs(kernel.init, update)
+    return optax.GradientTransformationExtraArgs(norm_clipper.init, update)
 
 
 # Jitted at module level, so that clippers with equal settings share a program.
@@ -210,8 +210,8 @@ def _with_shrunk_values(
     rescaled: Any,
     state: ClipState,
 ) -> Any:
-    """The tree with shrunk singular values. `rescaled` is the tree that the kernel
-    returned, each leaf times one factor, and `state` the state that it returned.
+    """The tree with shrunk singular values. `rescaled` is the tree with each leaf
+    multiplied by one factor, and `state` has the norms and limits of this step.
     """
     gradients = jax.tree.leaves(tree)
     rescaled_leaves, treedef = jax.tree.flatten(rescaled)
@@ -220,12 +220,13 @@ def _with_shrunk_values(
     names = trees.unique_names(trees.leaf_paths(tree))
     for matrix_shape, indices in measure.indices_by_shape(tree).items():
         matrices = matrix_shape.stack(gradients, indices)
-        # The norms and limits that the kernel found, [leaves, *layers, 1, 1].
+        # Norms and limits of this step, [leaves, *layers, 1, 1].
         entries = [entry_by_name[names[index]] for index in indices]
         shape = *matrices.shape[:-2], 1, 1
         norms = jnp.stack([entry.norm for entry in entries]).reshape(shape)
         limits = jnp.stack([entry.limit for entry in entries]).reshape(shape)
-        # Zeros, broken matrices, and limits of 0 and inf are as the kernel left them.
+        # Zeros, broken matrices, and those with a limit of 0 or inf stay as they were
+        # rescaled.
         has_norm = jnp.isfinite(norms) & (norms > 0)
         is_shrunk = has_norm & jnp.isfinite(limits) & (limits > 0)
         # With `hard` a matrix within its limit keeps its bits.
@@ -394,12 +395,14 @@ class SpectralNorm(NamedTuple):
             spectral_norms = jnp.where(
                 jnp.isfinite(largest_moduli), quotient_norms * divisors, largest_moduli
             )
-            for index, spectral_norm in zip(indices, spectral_norms):
+            for index, norms_of_leaf in zip(indices, spectral_norms):
                 l2_norm = norms[index]
-                spectral_norm = spectral_norm.reshape(l2_norm.shape)
-                norms[index] = spectral_norm.astype(l2_norm.dtype)
+                norms_of_leaf = norms_of_leaf.reshape(l2_norm.shape)
+                norms[index] = norms_of_leaf.astype(l2_norm.dtype)
         # Each device holds whole matrices: no norm is split over devices.
-        specs = tuple(LeafSpec(s.norm_index, axes=s.axes) for s in l2_norms.specs)
+        specs = tuple(
+            LeafSpec(spec.norm_index, spec.summed_axes) for spec in l2_norms.specs
+        )
         return l2_norms._replace(values=norms, specs=specs)
 
     def layer_axes(self, tree: PyTree) -> list[tuple[int, ...]]:

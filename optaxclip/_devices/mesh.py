@@ -21,8 +21,8 @@ stacked layers) need a PartitionSpec where that leaf is split, because a name al
 not say which of its axes is split.
 
 In this module `axes` are axes of an array, `mesh_axes` is the option, `names` are names
-of mesh axes, and `leaf_name` is the path of a leaf. In errors `option` is
-"clip_by_global_norm: mesh_axes", and `argument` is the same with its value.
+of mesh axes, and `leaf_name` is the path of a leaf. In errors `argument` is
+"clip_by_global_norm: mesh_axes", and `argument_and_value` ends with "mesh_axes='x'".
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from jax.sharding import PartitionSpec
 from .. import _trees as trees
 from .._arguments.checks import shown
 from .._arguments.prefixes import Prefix, lookup, prefix_table
-from .._trees import PyTree, listed
+from .._trees import PyTree, Shape, listed
 from .mesh_types import (
     AxisNames,
     entries_of,
@@ -60,17 +60,59 @@ FORMS = "'auto', None, names of mesh axes, or a tree of PartitionSpecs"
 
 
 class Split(NamedTuple):
-    """How a leaf is split over mesh axes. A norm sums some of its axes, and keeps the
-    others.
+    """Which manual mesh axes split a leaf."""
+
+    names: AxisNames = ()
+    # For each axis of the leaf the names of those that split it. None where only the
+    # names are known: neither a type nor a name says which axis is split.
+    names_by_axis: Sequence[AxisNames] | None = None
+    # "clip_by_tensor_norm: mesh_axes='x' says that the leaf 'w'"
+    error_start: str = ""
+
+    def of_norm(self, shape: Shape, summed_axes: tuple[int, ...] | None) -> SplitOfNorm:
+        """Which of the mesh axes split the axes that a norm sums (None: all of them),
+        and which split the others. `shape` is that of the leaf's part on this device.
+
+        Raises:
+          ValueError: the norm keeps axes, and only the names of mesh axes are known.
+        """
+        # Which axis is split does not matter where all are summed.
+        if summed_axes is None or len(summed_axes) == len(shape):
+            return SplitOfNorm(mesh_axes_of_summed=self.names)
+        if not self.names:
+            return SplitOfNorm()
+        if self.names_by_axis is None:
+            example = ", ".join(map(repr, self.names))
+            raise ValueError(
+                f"{self.error_start} of shape {shape} is split over "
+                f"{listed(self.names)}, but not which of its dimensions is, and its "
+                "norms are taken over some of them only: give a tree of "
+                "PartitionSpecs, such as "
+                f"mesh_axes=jax.sharding.PartitionSpec({example})."
+            )
+        # Units of [in, out] with P("x", "y") are summed over x. Each device along y has
+        # the units of its own outputs.
+        mesh_axes_of_summed: AxisNames = ()
+        mesh_axes_of_kept: list[AxisNames] = [()] * len(shape)
+        for axis, names in enumerate(self.names_by_axis):
+            if axis in summed_axes:
+                mesh_axes_of_summed += names
+            else:
+                mesh_axes_of_kept[axis] = names
+        if not any(mesh_axes_of_kept):
+            mesh_axes_of_kept = []
+        return SplitOfNorm(mesh_axes_of_summed, tuple(mesh_axes_of_kept))
+
+
+class SplitOfNorm(NamedTuple):
+    """Which mesh axes split the axes of a leaf that a norm sums, and those that it
+    keeps.
     """
 
-    mesh_axes_of_summed: AxisNames = ()  # the mesh axes that split summed axes
+    mesh_axes_of_summed: AxisNames = ()
     # For each axis of the leaf its mesh axes, () for a summed axis. () if no kept axis
     # is split.
     mesh_axes_of_kept: tuple[AxisNames, ...] = ()
-
-
-NOT_SPLIT = Split()
 
 
 # ----------------------------------------------------------------- the option mesh_axes
@@ -110,32 +152,18 @@ def static_mesh_axes(mesh_axes: MeshAxes | Prefix, call: str) -> MeshAxes | Pref
     return Prefix(tuple(entries))
 
 
-def mesh_axes_of_leaves(
-    mesh_axes: MeshAxes | Prefix, tree: PyTree, call: str
-) -> list[Any]:
-    """The entry of `mesh_axes` for each leaf."""
-    mesh_axes = static_mesh_axes(mesh_axes, call)
-    if isinstance(mesh_axes, Prefix):
-        return lookup(mesh_axes, tree, f"{call}: mesh_axes")
-    # One name, one spec or "auto" is for every leaf.
-    return [mesh_axes] * len(jax.tree.leaves(tree))
-
-
-def global_shapes(mesh_axes: MeshAxes | Prefix, tree: PyTree, call: str) -> list[Any]:
+def global_shapes(splits_of_leaves: Sequence[Split], tree: PyTree) -> list[Any]:
     """The shape of each leaf over all devices. None where it is not known which axis is
     split.
     """
-    arrays = jax.tree.leaves(tree)
     shapes: list[Any] = []
-    for array, entry in zip(arrays, mesh_axes_of_leaves(mesh_axes, tree, call)):
-        names, names_by_axis = _names_of_split(array, entry, f"{call}: mesh_axes")
-        if not names:
+    for split, array in zip(splits_of_leaves, jax.tree.leaves(tree)):
+        if not split.names:
             shapes.append(jnp.shape(array))
-        elif names_by_axis is None:
-            # A type or a name does not say which array axis is split.
+        elif split.names_by_axis is None:
             shapes.append(None)
         else:
-            shapes.append(global_shape(jnp.shape(array), names_by_axis))
+            shapes.append(global_shape(jnp.shape(array), split.names_by_axis))
     return shapes
 
 
@@ -152,41 +180,33 @@ def global_shape(
     return tuple(sizes)
 
 
-def splits(
-    mesh_axes: MeshAxes | Prefix,
-    tree: PyTree,
-    summed_axes_of_leaves: Sequence[tuple[int, ...] | None],
-    call: str,
-) -> list[Split]:
-    """How each leaf is split. `summed_axes_of_leaves`: the axes that the norm sums, for
-    each leaf. None for all of them.
+def splits(mesh_axes: MeshAxes | Prefix, tree: PyTree, call: str) -> list[Split]:
+    """How each leaf is split.
 
     Raises:
-      ValueError: a mesh axis that is not bound, or that contradicts the type of a leaf;
-        a name where a PartitionSpec is needed; a leaf with unreduced mesh axes.
+      ValueError: a mesh axis that is not bound, or that contradicts the type of a leaf,
+        or a leaf with unreduced mesh axes.
     """
     # No mesh is set, as under plain jit: the common case, which looks at no leaf.
     if mesh_axes == "auto" and jax.sharding.get_abstract_mesh().empty:
-        return [NOT_SPLIT] * len(summed_axes_of_leaves)
+        return [Split()] * len(jax.tree.leaves(tree))
     leaves = jax.tree.leaves_with_path(tree)
-    entries = mesh_axes_of_leaves(mesh_axes, tree, call)
+    argument = f"{call}: mesh_axes"
+    mesh_axes = static_mesh_axes(mesh_axes, call)
+    if isinstance(mesh_axes, Prefix):
+        entries = lookup(mesh_axes, tree, argument)
+    else:
+        # One name, one spec or "auto" is for every leaf.
+        entries = [mesh_axes] * len(leaves)
     splits_of_leaves = []
-    for leaf, entry, summed_axes in zip(leaves, entries, summed_axes_of_leaves):
-        path, array = leaf
-        split = _split(trees.path_name(path), array, entry, summed_axes, call)
+    for (path, array), entry in zip(leaves, entries):
+        split = _split(trees.path_name(path), array, entry, argument)
         splits_of_leaves.append(split)
     return splits_of_leaves
 
 
-def _split(
-    leaf_name: str,
-    array: Array,
-    entry: Any,
-    summed_axes: tuple[int, ...] | None,
-    call: str,
-) -> Split:
+def _split(leaf_name: str, array: Array, entry: Any, argument: str) -> Split:
     """How one leaf is split, by its entry of `mesh_axes`."""
-    option = f"{call}: mesh_axes"
     array_type = jax.typeof(array)
     # The mesh axes over which a sum is still to be taken, by the types of shard_map and
     # by the specs of Explicit meshes.
@@ -196,49 +216,27 @@ def _split(
     }
     if unreduced:
         raise ValueError(
-            f"{option}: the leaf {leaf_name!r} is not yet summed over "
+            f"{argument}: the leaf {leaf_name!r} is not yet summed over "
             f"{listed(unreduced)}: reshard it, or use lax.psum, before clipping."
         )
     if entry is None:
-        return NOT_SPLIT
-    argument = f"{option}={shown(entry)}"
-    names, names_by_axis = _names_of_split(array, entry, option)
-    _check_names(argument, leaf_name, array, names)
-    # Which axis is split does not matter where all are summed.
-    if summed_axes is None or len(summed_axes) == jnp.ndim(array):
-        return Split(mesh_axes_of_summed=names)
-    if not names:
-        return NOT_SPLIT
-    if names_by_axis is None:
-        example = ", ".join(map(repr, names))
-        raise ValueError(
-            f"{argument} says that the leaf {leaf_name!r} of shape "
-            f"{jnp.shape(array)} is split over {listed(names)}, but not which of "
-            "its dimensions is, and its norms are taken over some of them only: give a "
-            "tree of PartitionSpecs, such as "
-            f"mesh_axes=jax.sharding.PartitionSpec({example})."
-        )
-    # Units of [in, out] with P("x", "y") are summed over x. Each device along y has
-    # the units of its own outputs.
-    mesh_axes_of_summed: AxisNames = ()
-    mesh_axes_of_kept: list[AxisNames] = [()] * jnp.ndim(array)
-    for axis, names_of_axis in enumerate(names_by_axis):
-        if axis in summed_axes:
-            mesh_axes_of_summed += names_of_axis
-        else:
-            mesh_axes_of_kept[axis] = names_of_axis
-    if not any(mesh_axes_of_kept):
-        mesh_axes_of_kept = []
-    return Split(mesh_axes_of_summed, tuple(mesh_axes_of_kept))
+        return Split()
+    argument_and_value = f"{argument}={shown(entry)}"
+    names, names_by_axis = _names_of_split(array, entry, argument)
+    _check_names(argument_and_value, leaf_name, array, names)
+    error_start = f"{argument_and_value} says that the leaf {leaf_name!r}"
+    return Split(names, names_by_axis, error_start)
 
 
-def _check_names(argument: str, leaf_name: str, array: Array, names: AxisNames) -> None:
+def _check_names(
+    argument_and_value: str, leaf_name: str, array: Array, names: AxisNames
+) -> None:
     """Raises ValueError if mesh axes are named twice, or if the leaf's type says that
     other ones split it.
     """
     manual = manual_axes()
     if len(set(names)) < len(names):
-        raise ValueError(f"{argument} names a mesh axis twice.")
+        raise ValueError(f"{argument_and_value} names a mesh axis twice.")
     # In pmap and with check_vma=False there are no types to contradict.
     if not has_types(manual):
         return
@@ -246,7 +244,7 @@ def _check_names(argument: str, leaf_name: str, array: Array, names: AxisNames) 
     replicated = set(names) & (set(manual) - varying(array))
     if replicated:
         raise ValueError(
-            f"{argument}: the leaf {leaf_name!r} is the same on all devices "
+            f"{argument_and_value}: the leaf {leaf_name!r} is the same on all devices "
             f"along {listed(replicated)}, so its sum must not be added up there: leave "
             "the axis out, or use mesh_axes='auto'."
         )
@@ -254,20 +252,20 @@ def _check_names(argument: str, leaf_name: str, array: Array, names: AxisNames) 
     forgotten = varying(array) - set(names)
     if forgotten:
         raise ValueError(
-            f"{argument}: the leaf {leaf_name!r} also differs along "
+            f"{argument_and_value}: the leaf {leaf_name!r} also differs along "
             f"{listed(forgotten)}: name that axis, or use mesh_axes='auto', or "
             "lax.pmean it first if it should be the same."
         )
 
 
 def _names_of_split(
-    array: Array, entry: Any, option: str
+    array: Array, entry: Any, argument: str
 ) -> tuple[AxisNames, list[AxisNames] | None]:
     """The manual mesh axes that split a leaf, by its entry of `mesh_axes`. Also a list
     with the mesh axes of each array axis, or None where only the names are known.
     """
     if isinstance(entry, PartitionSpec):
-        names_by_axis = _names_of_spec(array, entry, option)
+        names_by_axis = _names_of_spec(array, entry, argument)
         return tuple(chain.from_iterable(names_by_axis)), names_by_axis
     if entry == "auto":
         # Without types each leaf counts as complete: nothing is known.
@@ -275,11 +273,11 @@ def _names_of_split(
     else:
         # Names alone, as "x": every leaf is split, along whichever axis.
         names = names_in(entry)
-        check_bound(names, option)
+        check_bound(names, argument)
     return names, None
 
 
-def _names_of_spec(array: Array, spec: PartitionSpec, option: str) -> list[AxisNames]:
+def _names_of_spec(array: Array, spec: PartitionSpec, argument: str) -> list[AxisNames]:
     """For each axis of an array the manual mesh axes that split it."""
     manual = manual_axes()
     names_by_axis: list[AxisNames] = [()] * jnp.ndim(array)
@@ -290,12 +288,12 @@ def _names_of_spec(array: Array, spec: PartitionSpec, option: str) -> list[AxisN
     unknown = set(chain.from_iterable(map(names_in, spec))) - set(mesh_names)
     if unknown:
         raise ValueError(
-            f"{option}={shown(spec)} names {listed(unknown)}, but there is no "
+            f"{argument}={shown(spec)} names {listed(unknown)}, but there is no "
             f"such axis in the mesh, which has {listed(mesh_names)}."
         )
     if len(spec) > jnp.ndim(array):
         raise ValueError(
-            f"{option}={shown(spec)} has more entries than a leaf of shape "
+            f"{argument}={shown(spec)} has more entries than a leaf of shape "
             f"{jnp.shape(array)} has dimensions."
         )
     for axis, names in enumerate(map(names_in, spec)):
@@ -311,7 +309,7 @@ def names_in(entry: str | tuple[str, ...] | None) -> AxisNames:
     return entry if isinstance(entry, tuple) else (entry,)
 
 
-def check_bound(names: AxisNames, option: str) -> None:
+def check_bound(names: AxisNames, argument: str) -> None:
     """Raises ValueError for a name that is not a mesh axis here."""
     for name in names:
         # The mesh does not list axis names of vmap, which lax.axis_size finds.
@@ -323,7 +321,7 @@ def check_bound(names: AxisNames, option: str) -> None:
             else:
                 hint = "Outside shard_map and pmap there is none, and none is needed."
             raise ValueError(
-                f"{option}={shown(name)}: there is no such axis here. {hint}"
+                f"{argument}={shown(name)}: there is no such axis here. {hint}"
             ) from None
 
 
@@ -448,6 +446,9 @@ def check_replicated(tree: PyTree, mesh_axes: str | tuple[str, ...]) -> Array:
             continue
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
+        # Numbers of 4 bits have no bytes of their own.
+        if leaf.dtype.itemsize == 1:
+            leaf = leaf.astype(np.float32)
         # Bytes are compared, so NaN equals itself and 0 differs from -0.
         numbers = varying_over(jnp.atleast_1d(leaf).view(np.uint8), names)
         different |= jnp.any(lax.pmax(numbers, names) != lax.pmin(numbers, names))

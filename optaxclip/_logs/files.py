@@ -503,44 +503,56 @@ def _frequent_pattern(text: str) -> str:
     """The pattern of the most frequent labels of a text. It is empty if no number has
     the label of a loss or a norm.
     """
-    patterns: dict[str, str] = {}  # by column
-    label_counts = dict.fromkeys(LABELS, 0)
-    for quantity, (lookbehind, label_pattern) in LABELS.items():
-        # A run may have NaN from its first line on.
-        number = STEP_NUMBER if quantity == "step" else r"[-+]?(\.?\d|nan\b|inf\b)"
-        # mmdet prints "Iter [50/900]", and stable-baselines "loss | 2.5".
-        gap = rf"[ :=|]+\[? *(?={number})"
-        matches = re.finditer(rf"(?i){lookbehind}({label_pattern}){gap}", text)
-        labels = Counter(_as_pattern(match[0]) for match in matches)
-        if not labels:
-            continue
-        most_frequent, count_of_most_frequent = labels.most_common(1)[0]
-        label_counts[quantity] = count_of_most_frequent
-        columns = {quantity: most_frequent}
-        # Of several optimizers each has a group, as in critic/grad_norm. verl leaves
-        # out the actor's norm in the first steps.
-        labels_in_groups = {
-            _column_name(label): label
-            for label, count in labels.items()
-            if "/" in label and count >= count_of_most_frequent / 2
-        }
-        if len(labels_in_groups) > 1:
-            columns = labels_in_groups
-        for column, label in columns.items():
-            patterns[column] = _pattern_of(column, label, lookbehind, text)
-    loss_or_norm_count = max(label_counts["loss"], label_counts["grad_norm"])
+    labels = {quantity: _labels_in_text(quantity, text) for quantity in LABELS}
+    # How often the most frequent label of a quantity is used.
+    uses = {name: max(counts.values(), default=0) for name, counts in labels.items()}
+    loss_or_norm_count = max(uses["loss"], uses["grad_norm"])
     if loss_or_norm_count == 0:
         return ""
-    if label_counts["lr"] < loss_or_norm_count / 2:
-        patterns.pop("lr", None)
-    # If steps have fewer labels than half of the losses or norms, these labels stand in
-    # other lines, such as "saved step 100".
-    if label_counts["step"] < loss_or_norm_count / 2:
-        patterns.pop("step", None)
+    # Steps and rates with fewer labels than half of the losses or norms stand in other
+    # lines, such as "saved step 100".
+    least_uses = loss_or_norm_count / 2
+    patterns: dict[str, str] = {}  # by column
+    for quantity, (lookbehind, _) in LABELS.items():
+        if quantity in ("step", "lr") and uses[quantity] < least_uses:
+            continue
+        for column, label in _label_of_column(quantity, labels[quantity]).items():
+            patterns[column] = _pattern_of(column, label, lookbehind, text)
+    if uses["step"] < least_uses:
         rises, pattern = _steps_without_label(text)
-        if rises >= loss_or_norm_count / 2:
+        if rises >= least_uses:
             patterns["step"] = pattern
     return "|".join(patterns.values())
+
+
+def _labels_in_text(quantity: str, text: str) -> Counter[str]:
+    """The labels of numbers of a quantity, as patterns, and how often each is used."""
+    lookbehind, label_pattern = LABELS[quantity]
+    # A run may have NaN from its first line on.
+    number = STEP_NUMBER if quantity == "step" else r"[-+]?(\.?\d|nan\b|inf\b)"
+    # mmdet prints "Iter [50/900]", and stable-baselines "loss | 2.5".
+    gap = rf"[ :=|]+\[? *(?={number})"
+    matches = re.finditer(rf"(?i){lookbehind}({label_pattern}){gap}", text)
+    return Counter(_as_pattern(match[0]) for match in matches)
+
+
+def _label_of_column(quantity: str, labels: Counter[str]) -> dict[str, str]:
+    """The columns of a quantity with their labels: one column with the most frequent
+    label, or one for each optimizer.
+    """
+    if not labels:
+        return {}
+    most_frequent, most_uses = labels.most_common(1)[0]
+    # Of several optimizers each has a group, as in critic/grad_norm. verl leaves out
+    # the actor's norm in the first steps.
+    labels_in_groups = {
+        _column_name(label): label
+        for label, uses in labels.items()
+        if "/" in label and uses >= most_uses / 2
+    }
+    if len(labels_in_groups) > 1:
+        return labels_in_groups
+    return {quantity: most_frequent}
 
 
 def _column_name(label: str) -> str:

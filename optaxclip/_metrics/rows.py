@@ -180,19 +180,19 @@ def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
     names = tuple(span_of_name)
     spans = tuple(span_of_name.values())
     if options.summary:
-        numbers = _numbers_of_all(spans, state)
-        yield from _rows_of(_reported(numbers, state))
+        summary = _summary(spans, state)
+        yield from _rows_of(_reported(summary, state))
         if options.with_names:
-            yield Row("worst_name", "", WorstName(names, numbers.worst_index))
+            yield Row("worst_name", "", WorstName(names, summary.worst_index))
         return
+    vectors = _reported(_numbers_of_spans(spans, state), state)
     # The vectors become lists outside of jit: as separate outputs of the compiled call,
     # scalars of 148 tensors took 22 seconds to compile on a CPU.
-    reported = _reported(_span_numbers_of_state(spans, state), state)
-    values_of_metric = {metric: list(vector) for metric, vector in reported.items()}
-    indices = range(len(spans))
+    values_of_metric = {metric: list(vector) for metric, vector in vectors.items()}
+    span_indices = range(len(spans))
     if options.top is not None:
-        indices = _furthest_spans(spans, state)[: int(options.top)]
-    for index in indices:
+        span_indices = _furthest_spans(spans, state)[: int(options.top)]
+    for index in span_indices:
         for metric, values in values_of_metric.items():
             yield Row(metric, names[index], values[index])
 
@@ -213,13 +213,13 @@ def _quantile_rows(state: ClipState, levels: np.ndarray) -> Iterator[Row]:
 def _furthest_spans(spans: Spans, state: ClipState) -> np.ndarray:
     """The indices of all spans, beginning with the one furthest above its limit."""
     severities = np.ravel(severity(state.norm, state.limit))
-    largest = np.maximum.reduceat(severities, [span.start for span in spans])
+    largest_of_span = np.maximum.reduceat(severities, [span.start for span in spans])
     # NaN comes first, as `argmax` has it in a summary. The last key counts most.
-    return np.lexsort((-largest, ~np.isnan(largest)))
+    return np.lexsort((-largest_of_span, ~np.isnan(largest_of_span)))
 
 
 def _numbers_of_entries(state: ClipState) -> ClipNumbers:
-    """The numbers of the entries of a state: vectors with a number for each entry."""
+    """The numbers of all entries of a state: vectors with a number for each entry."""
     # A leaf with units is changed if one unit was.
     has_units = bool(state.names.unit_leaves)
     is_changed = state.units_clipped > 0 if has_units else state.factor != 1
@@ -252,47 +252,48 @@ def _numbers_of_entries(state: ClipState) -> ClipNumbers:
     return jax.tree.map(jnp.atleast_1d, numbers)
 
 
-def _numbers_of_spans(spans: Spans, entries: ClipNumbers) -> ClipNumbers:
-    """The numbers of spans: vectors with a number for each span. `entries` has the
-    numbers of all entries.
+def _numbers_of_span(
+    span: Span, entries: ClipNumbers, severities: Array
+) -> ClipNumbers:
+    """The numbers of one span, scalars, from the numbers and severities of all
+    entries.
     """
-    # The common case: each span is one entry.
-    if all(span.size == 1 for span in spans):
-        return entries
-    severities = severity(entries.norm_before, entries.limit)
-    numbers_of_spans = []
-    for start, stop in spans:
-        entries_of_span = entries_at(entries, slice(start, stop))
-        furthest = jnp.argmax(severities[start:stop])
-        numbers_of_spans.append(
-            entries_at(entries_of_span, furthest)._replace(
-                clipped_share=jnp.mean(entries_of_span.clipped_share),
-                clipped_share_recent=jnp.mean(entries_of_span.clipped_share_recent),
-                clipped_count=jnp.max(entries_of_span.clipped_count),
-                nonfinite_count=jnp.max(entries_of_span.nonfinite_count),
-                units_clipped=jnp.mean(entries_of_span.units_clipped),
-            )
-        )
-    return jax.tree.map(lambda *scalars: jnp.stack(scalars), *numbers_of_spans)
+    if span.size == 1:
+        return entries_at(entries, span.start)
+    entries_of_span = entries_at(entries, slice(*span))
+    furthest = jnp.argmax(severities[slice(*span)])
+    return entries_at(entries_of_span, furthest)._replace(
+        clipped_share=jnp.mean(entries_of_span.clipped_share),
+        clipped_share_recent=jnp.mean(entries_of_span.clipped_share_recent),
+        clipped_count=jnp.max(entries_of_span.clipped_count),
+        nonfinite_count=jnp.max(entries_of_span.nonfinite_count),
+        units_clipped=jnp.mean(entries_of_span.units_clipped),
+    )
 
 
 # Jitted, since without jit each operation would be a call to the device. Spans are
 # static, because shapes depend on them.
 @partial(jax.jit, static_argnums=0)
-def _span_numbers_of_state(spans: Spans, state: ClipState) -> ClipNumbers:
-    """The numbers of the spans of a state."""
-    return _numbers_of_spans(spans, _numbers_of_entries(state))
+def _numbers_of_spans(spans: Spans, state: ClipState) -> ClipNumbers:
+    """The numbers of all spans: vectors with a number for each span."""
+    entries = _numbers_of_entries(state)
+    # The common case: each span is one entry.
+    if all(span.size == 1 for span in spans):
+        return entries
+    severities = severity(entries.norm_before, entries.limit)
+    numbers_of_spans = [_numbers_of_span(span, entries, severities) for span in spans]
+    return jax.tree.map(lambda *scalars: jnp.stack(scalars), *numbers_of_spans)
 
 
 @partial(jax.jit, static_argnums=0)
-def _numbers_of_all(spans: Spans, state: ClipState) -> ClipNumbers:
+def _summary(spans: Spans, state: ClipState) -> ClipNumbers:
     """The numbers of all entries together: scalars."""
     entries = _numbers_of_entries(state)
-    span_of_all = Span(0, len(entries.norm_before))
-    numbers = entries_at(_numbers_of_spans((span_of_all,), entries), 0)
+    severities = severity(entries.norm_before, entries.limit)
+    numbers = _numbers_of_span(Span(0, len(severities)), entries, severities)
     # The index of the span of each entry: spans of 2 and 1 entries are [0, 0, 1].
     span_of_entry = np.repeat(range(len(spans)), [span.size for span in spans])
-    furthest = jnp.argmax(severity(entries.norm_before, entries.limit))
+    furthest = jnp.argmax(severities)
     # A norm of 0 over a limit of 0 is 0, and over a limit of NaN it is NaN.
     is_zero = (numbers.norm_before == 0) & ~jnp.isnan(numbers.limit)
     ratio = jnp.where(is_zero, 0.0, numbers.norm_before / numbers.limit)
@@ -306,17 +307,18 @@ def _numbers_of_all(spans: Spans, state: ClipState) -> ClipNumbers:
 
 def _reported(numbers: ClipNumbers, state: ClipState) -> dict[str, Array]:
     """The numbers that are reported for this state, by the names of their metrics."""
-    number_of_metric = numbers._asdict()
+    numbers_by_metric = numbers._asdict()
     if isinstance(state, RecordState):
-        number_of_metric = {
+        numbers_by_metric = {
             "norm": numbers.norm_before,
             "nonfinite_count": numbers.nonfinite_count,
             "worst_index": numbers.worst_index,
         }
     elif not state.names.unit_leaves:
-        del number_of_metric["units_clipped"]
+        del numbers_by_metric["units_clipped"]
+    # Without a summary some are None.
     return {
         metric: number
-        for metric, number in number_of_metric.items()
+        for metric, number in numbers_by_metric.items()
         if number is not None
     }

@@ -10,8 +10,8 @@ which of their axes, and of which order. Called on a tree of leaves to clip, it 
 their `Norms`. The way, which begins at the end of this file:
 
     public function or clipper
-    -> measure                   which axes are summed
-    -> `_measure_leaves`         which devices have a part
+    -> measure                   which axes are summed, and which devices have a part
+    -> `_measure_leaves`         the same for each leaf, as `LeafSpec`
     -> `norms_of` in reduce.py   the arithmetic
 """
 
@@ -29,7 +29,7 @@ from .. import _trees as trees
 from .._arguments.checks import broadcasts_to
 from .._arguments.prefixes import Prefix, lookup
 from .._devices import mesh
-from .._devices.mesh import MeshAxes
+from .._devices.mesh import MeshAxes, Split
 from .._devices.platforms import traced_once
 from .._numbers import as_float
 from .._trees import PyTree, leaves_to_clip
@@ -55,8 +55,8 @@ class Norms(NamedTuple):
     holes: tuple[Any, ...] = ()  # key paths of parts without a norm, such as None
 
     def tree(self) -> PyTree:
-        """The norms as a tree. Fails if a custom pytree node validates its children
-        (for example their shapes), as norms do not have the shapes of the leaves.
+        """The norms as a tree. It fails for a pytree class of the user's that checks
+        the shapes of its arrays, since norms have others.
         """
         return self.treedef.unflatten(self.local_values())
 
@@ -105,9 +105,11 @@ class GlobalNorm(NamedTuple):
     mesh_axes: Any = "auto"
 
     def __call__(self, tree: PyTree) -> Norms:
-        leaf_count = len(jax.tree.leaves(tree))
+        splits = mesh.splits(self.mesh_axes, tree, self.call)
         # The tree of norms is a single leaf. Its path is empty, and its name "".
-        return _measure_leaves(self, tree, norm_tree=0, norm_indices=[0] * leaf_count)
+        return _measure_leaves(
+            tree, splits, self.ord, norm_tree=0, norm_indices=[0] * len(splits)
+        )
 
 
 class TensorNorm(NamedTuple):
@@ -119,18 +121,24 @@ class TensorNorm(NamedTuple):
     mesh_axes: Any = "auto"
 
     def __call__(self, tree: PyTree) -> Norms:
-        arrays = jax.tree.leaves(tree)
-        shapes = mesh.global_shapes(self.mesh_axes, tree, self.call)
-        axes_of_layers = stacked_axes(self.stacked, tree, self.call, shapes)
-        axes: list[Axes] = []
+        splits = mesh.splits(self.mesh_axes, tree, self.call)
+        shapes = mesh.global_shapes(splits, tree)
+        layer_axes_of_leaves = stacked_axes(self.stacked, tree, self.call, shapes)
+        summed_axes_of_leaves: list[Axes] = []
         # Axes of layers are kept, and all others are summed: one norm for each layer.
-        for array, layer_axes in zip(arrays, axes_of_layers):
+        for array, layer_axes in zip(jax.tree.leaves(tree), layer_axes_of_leaves):
             if layer_axes:
-                axes.append(other_axes(layer_axes, jnp.ndim(array)))
+                summed_axes = other_axes(layer_axes, jnp.ndim(array))
+                summed_axes_of_leaves.append(summed_axes)
             else:
-                axes.append(None)
+                summed_axes_of_leaves.append(None)
         return _measure_leaves(
-            self, tree, norm_tree=tree, norm_indices=range(len(arrays)), axes=axes
+            tree,
+            splits,
+            self.ord,
+            norm_tree=tree,
+            norm_indices=range(len(splits)),
+            summed_axes_of_leaves=summed_axes_of_leaves,
         )
 
 
@@ -144,15 +152,17 @@ class UnitwiseNorm(NamedTuple):
     mesh_axes: Any = "auto"
 
     def __call__(self, tree: PyTree) -> Norms:
-        shapes = mesh.global_shapes(self.mesh_axes, tree, self.call)
+        splits = mesh.splits(self.mesh_axes, tree, self.call)
+        shapes = mesh.global_shapes(splits, tree)
         layer_axes = stacked_axes(self.stacked, tree, self.call, shapes)
-        axes = unit_axes(self.axis, layer_axes, tree, self.call, shapes)
+        summed_axes = unit_axes(self.axis, layer_axes, tree, self.call, shapes)
         return _measure_leaves(
-            self,
             tree,
+            splits,
+            self.ord,
             norm_tree=tree,
-            norm_indices=range(len(axes)),
-            axes=axes,
+            norm_indices=range(len(splits)),
+            summed_axes_of_leaves=summed_axes,
             has_units=True,
         )
 
@@ -181,11 +191,11 @@ class GroupNorm(NamedTuple):
                     labels.add(label)
         check_labels(f"{argument} must be", labels)
         # The order in which JAX flattens a dict: 2 before 10.
-        ordered = sorted(labels)
-        norm_tree = {label: index for index, label in enumerate(ordered)}
-        norm_indices = [norm_tree[label] for label in label_of_leaf]
+        index_of_label = {label: index for index, label in enumerate(sorted(labels))}
+        norm_indices = [index_of_label[label] for label in label_of_leaf]
+        splits = mesh.splits(self.mesh_axes, tree, self.call)
         norms = _measure_leaves(
-            self, tree, norm_tree=norm_tree, norm_indices=norm_indices
+            tree, splits, self.ord, norm_tree=index_of_label, norm_indices=norm_indices
         )
         return norms._replace(noun="label", allow_missing=self.allow_missing)
 
@@ -204,41 +214,46 @@ class UserNorm(NamedTuple):
 
 
 def _measure_leaves(
-    measure: GlobalNorm | TensorNorm | UnitwiseNorm | GroupNorm,
     tree: PyTree,
+    splits: Sequence[Split],
+    ord: Ord,
     *,
     norm_tree: PyTree,
     norm_indices: Sequence[int],
-    axes: Sequence[Axes] | None = None,
+    summed_axes_of_leaves: Sequence[Axes] | None = None,
     has_units: bool = False,
 ) -> Norms:
     """The norms of a tree, each of one or more leaves.
 
     Args:
-      measure: its `ord` and `mesh_axes` are used, and its `call` in errors.
       tree: the leaves.
-      norm_tree: a tree of the structure in which norm functions return these norms.
+      splits: for each leaf the mesh axes that split it.
+      ord: the order of the norms.
+      norm_tree: a tree of the structure in which norm functions return these norms,
+        with anything as its leaves.
       norm_indices: for each leaf the index of its norm.
-      axes: for each leaf the axes that are summed. None means all.
+      summed_axes_of_leaves: for each leaf the axes that are summed. None means all.
       has_units: whether the other axes count units. Otherwise they count layers.
     """
     arrays = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
-    if axes is None:
-        axes = [None] * len(arrays)
-    splits = mesh.splits(measure.mesh_axes, tree, axes, measure.call)
+    if summed_axes_of_leaves is None:
+        summed_axes_of_leaves = [None] * len(arrays)
     specs = []
-    for norm_index, summed_axes, split in zip(norm_indices, axes, splits):
+    for array, split, norm_index, summed_axes in zip(
+        arrays, splits, norm_indices, summed_axes_of_leaves
+    ):
+        split_of_norm = split.of_norm(array.shape, summed_axes)
         spec = LeafSpec(
             norm_index,
-            axes=summed_axes,
-            mesh_axes_of_summed=split.mesh_axes_of_summed,
-            mesh_axes_of_kept=split.mesh_axes_of_kept,
+            summed_axes=summed_axes,
+            mesh_axes_of_summed=split_of_norm.mesh_axes_of_summed,
+            mesh_axes_of_kept=split_of_norm.mesh_axes_of_kept,
             # A leaf that is summed whole has one norm, and no units.
             has_units=has_units and summed_axes is not None,
         )
         specs.append(spec)
     entries, treedef = jax.tree.flatten_with_path(norm_tree)
-    plan = NormPlan(tuple(specs), len(entries), measure.ord)
+    plan = NormPlan(tuple(specs), len(entries), ord)
     return Norms(
         values=norms_of(plan, arrays),
         specs=plan.specs,

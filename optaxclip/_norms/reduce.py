@@ -62,7 +62,7 @@ def _norms_of_order_inf(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     dtype = norm_dtype(arrays)
     terms = []
     for spec, array in zip(plan.specs, arrays):
-        terms.append(bits_of_largest(array, spec.axes, dtype))
+        terms.append(bits_of_largest(array, spec.summed_axes, dtype))
     totals = join.per_norm(
         plan, terms, operation=join.MAX, join_leaves=join.joined_by_platform
     )
@@ -97,7 +97,7 @@ def _norms_by_powers(plan: NormPlan, arrays: list[Array], order: float) -> list[
             powers = lax.integer_pow(quotients, int(order))
         else:
             powers = quotients**order
-        terms.append(sum_in_float64_on_cpu(powers, spec.axes))
+        terms.append(sum_in_float64_on_cpu(powers, spec.summed_axes))
     totals = _sums_per_norm(plan, terms)
     return [divisor * total ** (1 / order) for divisor, total in zip(divisors, totals)]
 
@@ -148,9 +148,9 @@ def _norms_jvp(
             slopes = _slopes(float(plan.ord), array, divisor)
             products = slopes * tangent_of_modulus(array, tangent).astype(dtype)
             if plan.ord == math.inf:
-                count = sum_in_float64_on_cpu(slopes, spec.axes)
+                count = sum_in_float64_on_cpu(slopes, spec.summed_axes)
                 counts_of_largest.append(count)
-        terms.append(sum_over(products, spec.axes))
+        terms.append(sum_over(products, spec.summed_axes))
     totals = _sums_per_norm(plan, terms)
     if plan.ord == math.inf:
         # Nothing is the largest where the norm is NaN: 0 / 1.

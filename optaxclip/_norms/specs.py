@@ -34,7 +34,7 @@ class LeafSpec(NamedTuple):
 
     norm_index: Any  # an int, the index of its norm. None: the leaf is left alone
     # The axes that are summed, and stay with size 1. None: all, to a scalar.
-    axes: Axes = None
+    summed_axes: Axes = None
     mesh_axes_of_summed: AxisNames = ()
     # For each axis of the leaf its mesh axes, () for a summed axis. () if no kept axis
     # is split.
@@ -90,8 +90,10 @@ class NormPlan(NamedTuple):
             return list(np.ones(self.norm_count, dtype))
         counts: list[Any] = [0.0] * self.norm_count
         for spec, array in zip(self.specs, arrays):
-            axes = range(array.ndim) if spec.axes is None else spec.axes
-            count = element_count([array.shape[axis] for axis in axes], dtype)
+            summed_axes = spec.summed_axes
+            if summed_axes is None:
+                summed_axes = range(array.ndim)
+            count = element_count([array.shape[axis] for axis in summed_axes], dtype)
             device_count = mesh.device_count(spec.mesh_axes_of_summed)
             counts[spec.norm_index] += count * device_count
         numbers = []

@@ -8,8 +8,8 @@ its own way:
     GPU       three (sums.py)      in pairs             of a vector, if many
     others    three in `jnp`       as a table           of a vector, if many
 
-Norms of float64 have three sums on a CPU too: no dtype is wider. FEW_NORMS_ON_A_GPU and
-FEW_NORMS_ON_A_TPU say up to how many norms have separate roots.
+Norms of float64 have three sums on a CPU too: no dtype is wider. Up to
+FEW_NORMS_ON_A_GPU and FEW_NORMS_ON_A_TPU norms have a root each.
 """
 
 import math
@@ -55,18 +55,20 @@ def _norms_on_a_cpu(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     """The norms by one sum of each leaf: sums, means and roots in float64, rounded
     once. Norms of float64 take three sums.
     """
-    roots_of_sums = partial(
-        _roots_of_sums,
-        plan,
-        arrays,
-        join_leaves=join.in_pairs,
-        most_separate_roots=math.inf,
-    )
-    if norm_dtype(arrays) == np.float64:
-        return roots_of_sums(sums.three_sums_in_jnp, np.dtype(np.float64))
+    dtype = norm_dtype(arrays)
+    sums_of_leaf: Callable[..., Any] = sums.one_sum
+    if dtype == np.float64:
+        sums_of_leaf = sums.three_sums_in_jnp
     with jax.enable_x64(True):
-        norms = roots_of_sums(sums.one_sum, np.dtype(np.float64))
-        return [lax.convert_element_type(norm, np.float32) for norm in norms]
+        norms = _roots_of_sums(
+            plan,
+            arrays,
+            sums_of_leaf,
+            np.dtype(np.float64),
+            join_leaves=join.in_pairs,
+            most_separate_roots=math.inf,
+        )
+        return [lax.convert_element_type(norm, dtype) for norm in norms]
 
 
 def _norms_on_a_gpu(plan: NormPlan, arrays: list[Array]) -> list[Array]:
@@ -106,15 +108,15 @@ def _roots_of_sums(
     """The norms by sums of squares of each leaf, one or three of them, in a dtype. Of
     more norms than `most_separate_roots` the roots are taken as a vector.
     """
-    counts = plan.element_counts(arrays, dtype)
     # One of three sums may overflow, at which jax_debug_infs would raise.
     with jax.debug_infs(False):
         terms = []
         for spec, array in zip(plan.specs, arrays):
-            terms.append(sums_of_leaf(array, spec.axes, dtype))
+            terms.append(sums_of_leaf(array, spec.summed_axes, dtype))
         totals = join.per_norm(plan, terms, operation=join.ADD, join_leaves=join_leaves)
+    counts = plan.element_counts(arrays, dtype)
     if len(totals) > most_separate_roots:
-        return _roots(plan.ord, counts, totals)
+        return _roots_of_vector(plan.ord, counts, totals)
     return [_root(plan.ord, count, total) for count, total in zip(counts, totals)]
 
 
@@ -145,7 +147,7 @@ def _can_be_merged(spec: LeafSpec, array: Array) -> bool:
     # If the type names a mesh, jit may have split the leaf. To concatenate split leaves
     # would take a collective.
     has_mesh = not jax.typeof(array).sharding.mesh.empty
-    if spec.axes is not None or has_mesh:
+    if spec.summed_axes is not None or has_mesh:
         return False
     # A size of jax.export may be a symbol.
     return isinstance(array.size, int) and array.size <= MOST_NUMBERS_TO_MERGE
@@ -169,16 +171,20 @@ def _root(ord: Ord, count: ArrayLike, total: Sums | Array) -> Array:
     return norm
 
 
-def _roots(ord: Ord, counts: list[Any], totals: list[Sums]) -> list[Array]:
-    """The norms from their sums. The scalars are stacked, and one root is taken of the
-    vector.
+def _roots_of_vector(ord: Ord, counts: list[Any], totals: list[Sums]) -> list[Array]:
+    """The norms from their sums. Scalars are stacked, and one root is taken of the
+    vector. Other sums have a root each.
 
     With separate roots XLA recomputes each in every kernel that reads all norms: a step
     with AGC took 1.5 times as long to compile for an H100 (`python -m benchmarks --only
     whole_step_compiled`). On a TPU each root is a scalar operation.
     """
-    scalar_indices = [i for i, total in enumerate(totals) if not total.unscaled.ndim]
-    scalars = [totals[i] for i in scalar_indices]
+    scalars = []
+    counts_of_scalars = []
+    for count, total in zip(counts, totals):
+        if total.unscaled.ndim == 0:
+            scalars.append(total)
+            counts_of_scalars.append(count)
     # Inside shard_map sums may vary along different mesh axes, but a stack has one
     # type. Without scalars there is none.
     scalar_types = {jax.typeof(total.unscaled) for total in scalars}
@@ -186,10 +192,12 @@ def _roots(ord: Ord, counts: list[Any], totals: list[Sums]) -> list[Array]:
         return [_root(ord, count, total) for count, total in zip(counts, totals)]
     vectors = jax.tree.map(lambda *numbers: lax.stack(numbers), *scalars)
     vectors = materialized_on_gpu(vectors)
-    counts_of_scalars = jnp.array([counts[i] for i in scalar_indices])
-    roots = lax.unstack(_root(ord, counts_of_scalars, vectors))
-    norm_by_index = dict(zip(scalar_indices, roots))
-    for index, total in enumerate(totals):
-        if index not in norm_by_index:
-            norm_by_index[index] = _root(ord, counts[index], total)
-    return [norm_by_index[index] for index in range(len(totals))]
+    vector_of_roots = _root(ord, jnp.array(counts_of_scalars), vectors)
+    roots = iter(lax.unstack(vector_of_roots))
+    norms = []
+    for count, total in zip(counts, totals):
+        if total.unscaled.ndim == 0:
+            norms.append(next(roots))
+        else:
+            norms.append(_root(ord, count, total))
+    return norms

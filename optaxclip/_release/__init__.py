@@ -24,7 +24,7 @@ from typing import Any
 import optax
 
 from .._arguments.checks import Nonfinite, shown, with_extra_args
-from .._kernel import make_clipper
+from .._norm_clipper import make_clipper
 from .._norms.norms import GlobalNorm
 from .._trees import PyTree
 from ..rules._limits import Limit, rule_without_params

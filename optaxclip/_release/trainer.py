@@ -13,7 +13,7 @@ from jax import Array
 from .._arguments.checks import check_state, shown
 from .._devices.mesh_types import has_types, manual_axes
 from .._norms.norms import global_norm
-from .._state.exported import exported
+from .._state.interop import exported
 from .._state.state import ClipState
 from .._trees import PyTree
 from .budget import Budget, first_shares, new_budget, next_shares, with_norm

@@ -6,5 +6,5 @@ first_state  the state before the first step
 blocks       how the norms of a step fit into the state
 outcome      what the state keeps of a step
 nonfinite    the error of nonfinite="raise"
-exported     what other libraries see of states
+interop      states in jax.export and optax.tree_map_params
 """

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from .._norms.axes import other_axes
 from .._norms.norms import Norms
 from .._norms.specs import LeafSpec
 from .._norms.sums import Axes
-from .._trees import PyTree
+from .._trees import PyTree, Shape
 from ..rules._rule import Rule, call_name
 from . import blocks
 from .state import ClipState, LayerNames, Names, StateRows, state_of_rows
@@ -29,43 +28,50 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     Raises:
       ValueError: an array in a rule that is not one number for each entry of a norm.
     """
-    names = trees.unique_names(norms.paths)
-    rule_of_name = dict(zip(names, rules))
+    norm_names = trees.unique_names(norms.paths)
+    rule_of_name = dict(zip(norm_names, rules))
+    # The norms before the first step.
     zeros_of_name: dict[str, Array] = {}
-    for name, norm in zip(names, norms.values):
+    for name, norm in zip(norm_names, norms.values):
         for shape in blocks.shapes_of_array_limits(rule_of_name[name]):
             check_shape(argument, shape, norm.shape)
         zeros = jnp.zeros(norm.shape, norm.dtype)
         zeros_of_name[name] = mesh_types.typed_as(zeros, norm)
-    # Any leaf of a group will do: its norm has neither layers nor units. A label
-    # without a leaf has no spec.
-    spec_of_name = {
-        names[spec.norm_index]: spec
-        for spec in norms.specs
-        if spec.norm_index is not None
-    }
-    state_names = _names_of_state(zeros_of_name, spec_of_name)
-    whole_leaves = [
-        name for name in zeros_of_name if name not in state_names.unit_leaves
-    ]
-    entries = [zeros_of_name[name] for name in whole_leaves]
-    memories: list[PyTree] = [()]
-    if entries:
+    spec_of_name = _spec_of_name(norms, norm_names)
+    names = _names_of_state(zeros_of_name, spec_of_name)
+    whole_leaves = [name for name in norm_names if name not in names.unit_leaves]
+    zeros_of_leaves = [zeros_of_name[name] for name in whole_leaves]
+    memory_of_leaves: PyTree = ()
+    if whole_leaves:
         rules_of_leaves = [rule_of_name[name] for name in whole_leaves]
-        memories = [_first_memory_of_leaves(rules_of_leaves, entries, state_names)]
-    for name in state_names.unit_leaves:
+        memory_of_leaves = _memory_of_leaves(rules_of_leaves, zeros_of_leaves, names)
+    memories = [memory_of_leaves]
+    zeros_of_row = [*zeros_of_leaves]
+    for name in names.unit_leaves:
         zeros = zeros_of_name[name]
         memories.append(_first_memory(rule_of_name[name], zeros))
         # Units differ between the devices that these mesh axes split them over. The
-        # entry is a summary of all of them, so it does not vary over these axes.
+        # state keeps one unit of all, so its entry does not vary over these axes.
         mesh_axes_of_units = spec_of_name[name].mesh_axes_of_units
         mesh_axes = mesh_types.varying(zeros).difference(mesh_axes_of_units)
-        entry = jnp.zeros((), zeros.dtype)
-        entries.append(mesh_types.varying_over(entry, mesh_axes))
+        zero = jnp.zeros((), zeros.dtype)
+        zeros_of_row.append(mesh_types.varying_over(zero, mesh_axes))
     # An empty tree has no norm, and its state one entry.
-    entries = entries or [jnp.zeros((), jnp.float32)]
-    row = entries[0] if state_names.is_global else blocks.concatenated(entries)
-    return state_of_rows(state_names, _first_rows(row), tuple(memories), row.dtype)
+    if not zeros_of_row:
+        zeros_of_row = [jnp.zeros((), jnp.float32)]
+    row = zeros_of_row[0] if names.is_global else blocks.concatenated(zeros_of_row)
+    return state_of_rows(names, _first_rows(row), tuple(memories), row.dtype)
+
+
+def _spec_of_name(norms: Norms, names: list[str]) -> dict[str, LeafSpec]:
+    """How a leaf enters the norm of a name. Of a group any leaf will do: its norm has
+    neither layers nor units. A label without a leaf is missing.
+    """
+    spec_of_name = {}
+    for spec in norms.specs:
+        if spec.norm_index is not None:
+            spec_of_name[names[spec.norm_index]] = spec
+    return spec_of_name
 
 
 def _names_of_state(
@@ -73,14 +79,14 @@ def _names_of_state(
 ) -> Names:
     """The names of the norms and of their layers. Leaves with units stand last."""
     layer_names_of_norm: dict[str, LayerNames] = {}
-    unit_leaves_of_shape: dict[tuple[Any, ...], list[str]] = {}
+    unit_leaves_of_shape: dict[Shape, list[str]] = {}
     for name, zeros in zeros_of_name.items():
         spec = spec_of_name.get(name, LeafSpec(norm_index=None))
         if spec.has_units:
             shape = mesh.global_shape(zeros.shape, spec.mesh_axes_of_kept)
             unit_leaves_of_shape.setdefault(shape, []).append(name)
         else:
-            layer_names_of_norm[name] = _layer_names(zeros.shape, spec.axes)
+            layer_names_of_norm[name] = _layer_names(zeros.shape, spec.summed_axes)
     # Leaves whose units have one shape are reduced together, so they are neighbors. The
     # shape over all devices counts. So a state made inside shard_map has the order of
     # one made outside, and its checkpoint may be restored into that.
@@ -103,24 +109,22 @@ def _first_rows(zeros: Array) -> StateRows:
     )
 
 
-def _first_memory_of_leaves(
-    rules: list[Rule], entries: list[Array], names: Names
-) -> PyTree:
-    """What the rules of all leaves without units remember before the first step.
-    `entries` are zeros, one for each norm.
+def _memory_of_leaves(rules: list[Rule], zeros: list[Array], names: Names) -> PyTree:
+    """What the rules of all whole leaves remember before the first step. `zeros` stand
+    for the norm of each leaf.
     """
     rule = rules[0]
     if names.is_global:
-        return _first_memory(rule, entries[0])
+        return _first_memory(rule, zeros[0])
     # If rules differ they are fixed limits, which have no memory. An array among them
     # fits its own leaf only, so it is not made into a vector.
-    if all(other is rule for other in rules):
-        rule = blocks.rule_of_vector(rule, entries)
-    return _first_memory(rule, blocks.concatenated(entries))
+    if all(other_rule is rule for other_rule in rules):
+        rule = blocks.rule_of_vector(rule, zeros)
+    return _first_memory(rule, blocks.concatenated(zeros))
 
 
 def _first_memory(rule: Rule, norm: Array) -> PyTree:
-    """What a rule remembers before the first norm, for which zeros stand."""
+    """What a rule remembers before the first step. `norm` is zeros."""
     # A rule may return the very array that it is given, and a donated state must not
     # have one array twice.
     memory = jax.tree.map(jnp.array, rule.init(norm))
@@ -130,7 +134,7 @@ def _first_memory(rule: Rule, norm: Array) -> PyTree:
                 f"{call_name(type(rule))}: init must return arrays whose first axes "
                 f"are those of the norm, {norm.shape}, got the shape {leaf.shape}."
             )
-    # `jnp.zeros(norm.shape)` in a rule has lost the sharding of the norm.
+    # A rule may write `jnp.zeros(norm.shape)`, which loses the sharding of the norm.
     return mesh_types.typed_as(memory, jax.typeof(norm))
 
 

@@ -55,8 +55,8 @@ class Decision(NamedTuple):
     outcome: Outcome
 
 
-# From norms and limits to decisions, elementwise. `_kernel.py` calls it for each block,
-# and `furthest_units` again for all units of some leaves at once.
+# From norms and limits to decisions, elementwise. `_norm_clipper.py` calls it for each
+# block, and `furthest_units` again for all units of some leaves at once.
 Decide = Callable[[Array, Array], Decision]
 # What rules remember. The key is the name of a leaf with units, or None for all other
 # leaves together.
@@ -248,7 +248,8 @@ def severity(norm: Array, limit: Array) -> Array:
 
 def _furthest(numbers: UnitNumbers, axes: Sequence[int]) -> UnitNumbers:
     """The numbers of the unit with the largest severity along some axes, and how many
-    units were clipped.
+    units were clipped. If several units tie, the longest norm counts, and NaN is longer
+    than any number.
 
     On one device a reduction of all numbers together finds them. It saves 27 of 858
     kernels of a step of a scanned decoder with AGC on an H100, and costs 0.8 % more
@@ -266,7 +267,7 @@ def _furthest_by_one_reduction(
     """`_furthest` on one device, by comparing two units at a time."""
     # Every unit is further above its limit than this one.
     start = UnitNumbers(*[column.dtype.type(0) for column in numbers])
-    start = start._replace(severity=start.severity - np.inf)
+    start = start._replace(severity=numbers.severity.dtype.type(-np.inf))
     return lax.reduce(numbers, start, _furthest_of_two, axes)
 
 
@@ -274,8 +275,7 @@ def _furthest_of_two(left: UnitNumbers, right: UnitNumbers) -> UnitNumbers:
     """The numbers of the one of two units that is further above its limit, and the sum
     of their counts.
     """
-    # If both are equally far, the one with the longer norm counts, as on a mesh, and
-    # NaN counts as the longest.
+    # Only NaN differs from itself.
     is_left_longer = (left.norm >= right.norm) | (left.norm != left.norm)
     is_equal = left.severity == right.severity
     is_left = (left.severity > right.severity) | (is_equal & is_left_longer)
@@ -284,8 +284,8 @@ def _furthest_of_two(left: UnitNumbers, right: UnitNumbers) -> UnitNumbers:
 
 
 def _furthest_by_maxima(numbers: UnitNumbers, axes: Sequence[int]) -> UnitNumbers:
-    """`_furthest` on a mesh, by a maximum for each number. If several units tie, norm,
-    limit and factor are each the largest among them, and may come from different units.
+    """`_furthest` on a mesh, by a maximum for each number. If several units tie, limit
+    and factor are the largest among them too, and may come from other units.
     """
     largest = jnp.max(numbers.severity, axes, keepdims=True)
     is_furthest = numbers.severity == largest

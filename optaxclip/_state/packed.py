@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from .._trees import PyTree
-from .exported import exported
+from .interop import exported
 
 
 @exported

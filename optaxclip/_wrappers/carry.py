@@ -26,7 +26,7 @@ from .._arguments.checks import check_state, with_extra_args
 from .._arguments.updates import check_fits_stored
 from .._norms.moduli import wide_dtype
 from .._numbers import rounded_like
-from .._state.exported import exported
+from .._state.interop import exported
 from .._trees import PyTree, is_none, leaves_to_clip, put_back
 
 

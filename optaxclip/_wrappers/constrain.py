@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from .._arguments.checks import with_extra_args
 from .._arguments.updates import weights_of
 from .._devices.mesh_types import varying
-from .._kernel import without_overrides
+from .._norm_clipper import without_overrides
 from .._norms.moduli import wide_dtype
 from .._numbers import kept_finite
 from .._state.state import clip_states

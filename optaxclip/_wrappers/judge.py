@@ -94,7 +94,7 @@ class Judge(NamedTuple):
         norm_value = self._checked_argument(extra_args, "grad_norm")
         if norm_value is None:
             norm_value = self._norm_of(updates)
-        norm = self._compared(self.rule, norm_value, memory, state)
+        norm = self._compared(self.rule, norm_value, memory, state, like=state.norm)
         loss = ComparedNumber(state.loss, state.loss_limit, loss_memory)
         if self.loss_rule is not None:
             loss_value = self._checked_argument(extra_args, "value")
@@ -102,9 +102,13 @@ class Judge(NamedTuple):
                 self._check_loss_may_be_missing(extra_args)
             else:
                 loss = self._compared(
-                    self.loss_rule, loss_value, loss_memory, state, is_loss=True
+                    self.loss_rule,
+                    loss_value,
+                    loss_memory,
+                    state,
+                    like=(state.norm, norm.value),
+                    is_loss=True,
                 )
-                loss = self.varying_if_alone(loss, norm.value)
         return Judgement(
             norm,
             loss,
@@ -132,12 +136,15 @@ class Judge(NamedTuple):
         memory: PyTree,
         state: PyTree,
         *,
+        like: PyTree,
         is_loss: bool = False,
     ) -> ComparedNumber:
-        """Holds a norm or a loss against the limit of its rule."""
+        """Holds a norm or a loss against the limit of its rule. If each device trains
+        alone, the number differs over the mesh axes over which `like` does.
+        """
         # A user's number may have another dtype than the state.
         value = jnp.array(number, state.norm.dtype)
-        value = self.varying_if_alone(value, state.norm)
+        value = self.varying_if_alone(value, like)
         argument = "loss_rule" if is_loss else "rule"
         # Tracers show that the user's jit is running. There a jit of ours would keep a
         # schedule, and what it refers to, alive in its cache.

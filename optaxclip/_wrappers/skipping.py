@@ -46,7 +46,7 @@ from .._clippers.by_value import ClipByValueState
 from .._clippers.spam import SpamState
 from .._devices.mesh import MeshAxes
 from .._numbers import number_for_jit
-from .._state.exported import exported
+from .._state.interop import exported
 from .._state.state import ClipState
 from .._trees import PyTree, arrays_of
 from ..rules._limits import Constant, Limit, rule_without_params

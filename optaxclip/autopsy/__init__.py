@@ -10,10 +10,10 @@ there. It is saved, and replayed without each cause in turn.
 """
 
 # `as` tells type checkers that a name is public.
-from .._arguments import foreign_names as _foreign_names
+from .._arguments import helpful_errors as _helpful_errors
 from ._file import save as save
 from ._why import Verdict as Verdict
 from ._why import why as why
 
 # A misspelt name, as in `autopsy.wy`, raises an error with the right one.
-_foreign_names.with_helpful_errors(__name__)
+_helpful_errors.with_helpful_errors(__name__)

@@ -208,7 +208,7 @@ def _recording(metrics: dict[str, float]) -> Recording:
         if norm is None:
             continue
         limit = metrics.get(f"{prefix}/limit", math.inf)
-        # A clipper may clip every step, so its limit tells no broken ones.
+        # A clipper may clip every step, so a norm over its limit is no broken step.
         if prefix == "clip":
             limit = math.inf
         loss = metrics.get(f"{prefix}/loss", -math.inf)
@@ -289,8 +289,9 @@ def _evidence(
     params, batch = jax.tree.map(_at_least_float32, (step.params, step.batch))
     # Matmuls of float32 have fewer digits by default on GPU and TPU.
     with jax.default_matmul_precision("highest"):
-        wide_value, grads = wide_replay(params, batch)
-        examples = _examples(wide_replay, params, batch, microbatch)
+        value, grads = wide_replay(params, batch)
+        wide_value = float(value)
+        examples = _examples(wide_replay, params, batch, microbatch, wide_value)
 
     not_told = []
     # The text of a program has the dtype of each variable: f16[8] or bf16[8].
@@ -307,7 +308,7 @@ def _evidence(
         )
     return Evidence(
         repeats=repeats,
-        in_float32=float(wide_value),
+        in_float32=wide_value,
         examples=examples,
         tensors=_tensors(params, grads, step.moments),
         not_told=not_told,
@@ -341,10 +342,14 @@ def _select(batch: PyTree, rows: slice | np.ndarray) -> PyTree:
 
 
 def _examples(
-    replay: Replay, params: PyTree, batch: PyTree, microbatch: int
+    replay: Replay,
+    params: PyTree,
+    batch: PyTree,
+    microbatch: int,
+    value_of_batch: float,
 ) -> Examples:
     """Replays each microbatch alone, and the batch without far examples. A microbatch
-    has `microbatch` examples, the last one may have fewer.
+    has `microbatch` examples, and the last one may have fewer.
     """
 
     def value_of(rows: slice | np.ndarray) -> float:
@@ -361,7 +366,7 @@ def _examples(
     is_finite = np.isfinite(values)
     broken = [rows for rows in microbatches if not is_finite[rows].any()]
     # If the whole batch is finite, all of them are padding.
-    if broken and math.isfinite(value_of(slice(None))):
+    if broken and math.isfinite(value_of_batch):
         values[~is_finite] = 0.0
         broken = []
     for rows in broken:
@@ -378,15 +383,15 @@ def _examples(
     return Examples(
         median=float(median),
         far=[int(place) for place in from_the_furthest if is_far[place]],
-        value_without_far=value_of(~is_far if is_far.any() else slice(None)),
+        value_without_far=value_of(~is_far) if is_far.any() else value_of_batch,
     )
 
 
 def _tensors(params: PyTree, grads: PyTree, moments: dict[str, np.ndarray]) -> Tensors:
     """The weights that are not finite, and the gradients that grew more than others.
 
-    The growth of a gradient is its norm over its history, the root of Adam's second
-    moments. It is 0 without a history.
+    The growth of a gradient is its norm divided by its history, the root of the sum of
+    Adam's second moments. It is 0 without a history.
     """
     weights = by_name(params)
     norms = {}

@@ -12,11 +12,11 @@ break all the same.
 """
 
 # `as` tells type checkers that a name is public.
-from .._arguments import foreign_names as _foreign_names
+from .._arguments import helpful_errors as _helpful_errors
 from ._causes import Finding as Finding
 from ._report import Report as Report
 from ._report import diagnose as diagnose
 from ._report import examine as examine
 
 # A misspelt name, as in `doctor.diagnoze`, raises an error with the right one.
-_foreign_names.with_helpful_errors(__name__)
+_helpful_errors.with_helpful_errors(__name__)

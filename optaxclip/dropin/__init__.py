@@ -19,7 +19,7 @@ transformations, which need no second pass over the gradients and keep the norm 
 `metrics`. `optaxclip.clip_grads` clips one tree of gradients once.
 """
 
-from .._arguments.foreign_names import with_helpful_errors
+from .._arguments.helpful_errors import with_helpful_errors
 from . import jax_privacy, keras, tensorflow_style, torch_style
 
 __all__ = ["jax_privacy", "keras", "tensorflow_style", "torch_style"]

@@ -48,7 +48,7 @@ from jax.core import Tracer
 
 from .. import per_example
 from .._arguments.checks import check_choice, check_number
-from .._arguments.foreign_names import with_helpful_errors
+from .._arguments.helpful_errors import with_helpful_errors
 from .._devices.mesh_types import varying_as_any_of
 from .._norms.norms import global_norm
 from ..per_example._limits import over_limit

@@ -47,9 +47,9 @@ import optax
 from jax.core import Tracer
 
 from .._arguments.checks import check_number, shown
-from .._arguments.foreign_names import with_helpful_errors
+from .._arguments.helpful_errors import with_helpful_errors
 from .._clippers.by_value import value_clipper
-from .._kernel import make_clipper
+from .._norm_clipper import make_clipper
 from .._norms.norms import GlobalNorm, TensorNorm
 from ..rules._rule import Number
 
@@ -118,7 +118,7 @@ def clip_gradients(
                 "then; leave it out for that."
             )
     if name == "clipvalue":
-        return value_clipper(call, (name, value))
+        return value_clipper(call, value, upper_argument=name)
     # Keras applies clipnorm to each gradient, not to all of them together.
     measure = TensorNorm(call) if name == "clipnorm" else GlobalNorm(call)
     return make_clipper(measure, value, call=call, limit_argument=name)

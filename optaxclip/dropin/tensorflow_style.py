@@ -66,9 +66,9 @@ from jax.typing import ArrayLike
 
 from .. import _trees as trees
 from .._arguments.checks import check_given_norm, check_number, with_extra_args
-from .._arguments.foreign_names import with_helpful_errors
+from .._arguments.helpful_errors import with_helpful_errors
 from .._clippers.by_value import value_clipper
-from .._kernel import clip_once, make_clipper
+from .._norm_clipper import clip_once, make_clipper
 from .._norms import norms
 from .._norms.axes import axes_within
 from .._norms.options import checked_options
@@ -122,7 +122,11 @@ def clip_by_value(
     if isinstance(low, Tracer) or isinstance(high, Tracer):
         high = jnp.maximum(high, low)
     clipper: Any = value_clipper(
-        call, ("clip_value_max", high), ("clip_value_min", low)
+        call,
+        high,
+        low,
+        upper_argument="clip_value_max",
+        lower_argument="clip_value_min",
     )
     return clipper.update(t, clipper.init(t))[0]
 

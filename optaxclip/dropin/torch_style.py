@@ -55,9 +55,9 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from .._arguments.checks import check_given_norm, check_number, check_scalar, shown
-from .._arguments.foreign_names import with_helpful_errors
+from .._arguments.helpful_errors import with_helpful_errors
 from .._clippers.by_value import value_clipper
-from .._kernel import clip_once
+from .._norm_clipper import clip_once
 from .._norms import norms
 from .._trees import PyTree, Tree
 
@@ -139,7 +139,7 @@ def clip_grad_value(grads: Tree, clip_value: ArrayLike) -> Tree:
     call = "clip_grad_value"
     # torch takes one number. clip_by_value would broadcast an array.
     check_scalar(f"{call}: clip_value", clip_value)
-    clipper: Any = value_clipper(call, ("clip_value", clip_value))
+    clipper: Any = value_clipper(call, clip_value, upper_argument="clip_value")
     return clipper.update(grads, clipper.init(grads))[0]
 
 

@@ -27,7 +27,7 @@ Reference: Abadi et al., Deep learning with differential privacy, 2016 (arXiv
 """
 
 # `as` tells type checkers that a name is public.
-from .._arguments import foreign_names as _foreign_names
+from .._arguments import helpful_errors as _helpful_errors
 from ._account import epsilon as epsilon
 from ._account import noise_multiplier as noise_multiplier
 from ._audit import Sensitivity as Sensitivity
@@ -44,4 +44,4 @@ from ._noise_scale import NoiseScale as NoiseScale
 from ._noise_scale import noise_scale as noise_scale
 from ._noise_share import noise_share as noise_share
 
-_foreign_names.with_helpful_errors(__name__)
+_helpful_errors.with_helpful_errors(__name__)

@@ -130,13 +130,11 @@ def _program_of(
 
 def _axes_of_params(problem: Problem, mesh_axes: MeshAxes) -> list[AxisNames]:
     """For each parameter, the mesh axes over which its gradient is split."""
-    # None: the norm of a gradient is over all axes of its leaf.
-    summed_axes = [None] * len(problem.groups)
     axes_of_params = []
-    for split in _mesh.splits(mesh_axes, problem.params, summed_axes, problem.call):
+    for split in _mesh.splits(mesh_axes, problem.params, problem.call):
         # Along mesh axes of the batch devices hold gradients of different examples, and
         # not parts of one.
-        names = set(split.mesh_axes_of_summed) - varying(problem.batch)
+        names = set(split.names) - varying(problem.batch)
         axes_of_params.append(tuple(sorted(names)))
     return axes_of_params
 

@@ -17,7 +17,7 @@ start, not as a forecast of the loss. From norms after a clip no limit is sugges
 """
 
 # `as` tells type checkers that a name is public.
-from .._arguments import foreign_names as _foreign_names
+from .._arguments import helpful_errors as _helpful_errors
 from ._history import read_history as read_history
 from ._run import Replay as Replay
 from ._run import Suggestion as Suggestion
@@ -27,4 +27,4 @@ from ._run import spike_score as spike_score
 from ._run import suggest as suggest
 
 # A misspelt name, as in `replay.sugest`, raises an error with the right one.
-_foreign_names.with_helpful_errors(__name__)
+_helpful_errors.with_helpful_errors(__name__)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from .._arguments.checks import check_whole_number, shown
 from .._factors import factor_between, shrunk_by
 from .._logs.after_clip import clipped_share
+from .._trees import PyTree
 from ..rules import windowed_quantile, z_score
 from ..rules._limits import Limit, rule_without_params
 from ..rules._rule import Number, Rule, limit_and_memory_of
@@ -27,9 +28,6 @@ from ..shrinks import Shrink, drop, shrink_of
 # matplotlib is the extra `plot`, so only type checkers import it here.
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-PyTree = Any
 
 
 class Replay(NamedTuple):
@@ -338,10 +336,11 @@ def plot_history(
     Args:
       history: of `run`.
       steps: [steps], the number of each step. None counts from 0.
-      axis: where to draw. None makes a figure, which `axis.figure` gives.
+      axis: the `Axes` of matplotlib to draw into. None makes a figure, which
+        `axis.figure` gives.
 
     Returns:
-      The axis. Norms and limits that are NaN or inf are gaps in their lines.
+      The `Axes`. Norms and limits that are NaN or inf are gaps in their lines.
 
     Raises:
       ImportError: matplotlib is not installed.

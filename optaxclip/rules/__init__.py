@@ -24,7 +24,7 @@ No rule remembers a norm that is NaN, inf or 0. What a schedule returns beyond t
 of its parameter counts as the nearest number in it.
 """
 
-from .._arguments.foreign_names import with_helpful_errors
+from .._arguments.helpful_errors import with_helpful_errors
 from ._averages import Ema as ema
 from ._averages import EmaBand as ema_band
 from ._averages import EmaRatio as ema_ratio

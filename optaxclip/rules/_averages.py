@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from .._state.exported import exported
+from .._state.interop import exported
 from ._memory import (
     between,
     count_up,

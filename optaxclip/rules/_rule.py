@@ -26,8 +26,8 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike, DTypeLike
 
 from .._arguments import checks
-from .._arguments.foreign_names import with_argument_errors
 from .._arguments.functions import as_partial
+from .._arguments.helpful_errors import with_argument_errors
 from .._arguments.reprs import call_repr, short_repr
 from .._devices.mesh_types import typed_as
 from .._numbers import in_norm_dtype, number_for_jit
@@ -155,9 +155,9 @@ def is_static(rule_field: dataclasses.Field[Any]) -> bool:
 class Rule:
     """Computes the limit of a norm, and may remember past norms.
 
-    A rule is written for one norm. The kernel uses it elementwise for every norm of a
-    clipper. So the norm and the limit have one shape, and arrays of a memory begin
-    with the axes of that shape and may have more behind them.
+    A rule is written for one norm. A clipper uses it elementwise for all of its norms.
+    So the norm and the limit have one shape, and arrays of a memory begin with the axes
+    of that shape and may have more behind them.
 
     A subclass lists its parameters as annotated fields. They are numbers, arrays or
     trees of arrays, and traced in `update`. A string, a function, or a number that

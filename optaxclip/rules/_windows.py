@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._arguments.checks import check_whole_number
-from .._state.exported import exported
+from .._state.interop import exported
 from ._memory import count_up, has_reached, multiple, new_unless_zero, remembered
 from ._rule import (
     LimitAndMemory,

@@ -360,6 +360,7 @@ SAME = {
     "brain": (jnp.bfloat16(1.5), jnp.bfloat16(1.5078125)),
     "complex": (jnp.complex64(1 - 2j), jnp.complex64(1 + 2j)),
     "flag": (jnp.array(True), jnp.array(False)),
+    "four bits": (jnp.int4(-3), jnp.int4(-4)),
     "float": (jnp.float32(0.1), np.nextafter(np.float32(0.1), np.float32(1))),
     "int": (jnp.int32(-3), jnp.int32(-4)),
     "key": (jax.random.key(1), jax.random.key(2)),

@@ -1,18 +1,21 @@
-"""The kernel: measure, limit, shrink.
+"""The clipper of norms, of which almost all clippers are made.
+
+A clipper answers three questions:
 
     measure    how long is it?        updates -> norms
     limit      how long may it be?    norms, memory -> limits
     shrink     what if it is longer?  norms, limits -> new norms
 
-`make_clipper` joins the three into an optax transformation and does the rest once for
-all of them: zero, NaN, counters, state. The common case, a global norm under a number:
+`make_clipper` joins the three answers into an optax transformation. What is the same
+for all clippers is here: zero, NaN, counters, state. `_update` is one step. The common
+case, a global norm under a number:
 
     norm     = sqrt(sum(x^2 for all leaves))    _norms/norms.py: measured
     new_norm = min(norm, limit)                 _factors.py: shrunk_by
     root     = sqrt(new_norm / norm)            _factors.py: factor_between
     updates  = x * root * root, for each leaf   _factors.py: multiply
 
-`_decide` calls the second and the third.
+`_decide` computes new_norm and root.
 
 Words of this and the modules around it:
 
@@ -67,8 +70,8 @@ from ._norms.norms import GlobalNorm, Measure, Norms, UnitwiseNorm, measured, to
 from ._numbers import number_for_jit
 from ._state import blocks
 from ._state.blocks import Block, blocks_of
-from ._state.exported import is_placeholder
 from ._state.first_state import first_state
+from ._state.interop import is_placeholder
 from ._state.nonfinite import raise_nonfinite
 from ._state.outcome import Decide, Decision, Memories, Outcome, are_sound, next_state
 from ._state.state import ClipState, state_of_placeholder
@@ -93,7 +96,7 @@ class Settings(NamedTuple):
     shrink: Shrink
     nonfinite: Nonfinite
     limit_is_none: bool  # it only measures, unless `update` is given a limit
-    rules_treedef: Any  # of the rules, whose numbers are not static
+    rules_treedef: Any  # of the rules. Their numbers are arguments of `_update`
     with_params: bool  # whether a rule needs the norms of the weights
     # Whether a limit of inf lets broken norms pass, see `Rule`. In a tree of limits all
     # rules must do so.
@@ -138,7 +141,7 @@ def make_clipper(
     else:
         rules = tree_of_rules(limit, limit_in_errors)
     rule_list = jax.tree.leaves(rules, is_leaf=is_rule)
-    rule_leaves, treedef = jax.tree.flatten(rules)
+    rule_numbers, treedef = jax.tree.flatten(rules)
     # `is_function`, not `callable`: an equinox module that holds limits is callable,
     # but is a tree of limits and no schedule.
     numbers_and_schedules = jax.tree.leaves(rules, is_leaf=is_function)
@@ -180,11 +183,11 @@ def make_clipper(
         limit: PyTree = None,
         **extra_args: object,
     ) -> tuple[PyTree, ClipState]:
-        wrong = sorted(OTHER_NAMES_IN_UPDATE["limit"].intersection(extra_args))
-        if wrong:
+        wrong_names = sorted(OTHER_NAMES_IN_UPDATE["limit"] & extra_args.keys())
+        if wrong_names:
             raise TypeError(
-                f"{call}: update has no argument {wrong[0]!r}: the limit of one step "
-                "is limit. Call update(grads, state, params, limit=...)."
+                f"{call}: update has no argument {wrong_names[0]!r}: the limit of one "
+                "step is limit. Call update(grads, state, params, limit=...)."
             )
         # None, as for a clipper of optax, begins anew.
         if checks.can_begin_anew(call, state, rules):
@@ -204,7 +207,7 @@ def make_clipper(
         weights = None
         if settings.with_params:
             weights = weights_of(call, tree, params)
-        arguments = settings, rule_leaves, eps, tree, state, weights, overrides
+        arguments = settings, rule_numbers, eps, tree, state, weights, overrides
         if settings.has_schedule and isinstance(state.counts, Tracer):
             clipped, new_state = _update(*arguments)
         else:
@@ -250,16 +253,14 @@ def _measure_for_init(measure: Any) -> Measure:
 
 def _update(
     settings: Settings,
-    rule_leaves: list[Any],
+    rule_numbers: list[Any],
     eps: ArrayLike,
     tree: PyTree,
     state: ClipState,
     weights: PyTree,
     overrides: Overrides,
 ) -> tuple[PyTree, ClipState]:
-    """One update: the clipped tree and the new state. `rule_leaves` are the numbers of
-    the rules.
-    """
+    """One update: the clipped tree and the new state."""
     # 1. Measure
     norms = measured(settings.measure, tree)
     if overrides.grad_norm is not None:
@@ -268,7 +269,7 @@ def _update(
         norms = norms._replace(values=values)
     names = trees.unique_names(norms.paths)
     inputs = _rule_inputs(
-        settings, rule_leaves, norms, names, state, weights, overrides
+        settings, rule_numbers, norms, names, state, weights, overrides
     )
     # With update(limit=inf) the user switches clipping off, so broken norms pass too.
     # They still count as broken, and nonfinite="raise" raises.
@@ -311,7 +312,7 @@ class RuleInputs(NamedTuple):
     """The inputs that the rules of all blocks share."""
 
     # `limit_and_memory_of` of rules/_rule.py, jitted or not
-    limit_and_memory_of: Callable[..., tuple[Array, PyTree]]
+    ask_rule: Callable[..., tuple[Array, PyTree]]
     step: Array
     rules: PyTree  # one rule, or a tree prefix of rules: fixed limits of parts
     rule_of_name: dict[str, Rule]  # of each norm
@@ -320,12 +321,12 @@ class RuleInputs(NamedTuple):
     given_limit_of_name: dict[str, Array] | None  # what `update` was given instead
 
     def limit_and_memory(
-        self, rule: Rule, norm: Array, weight_norm: Array | None, memory: PyTree
+        self, rule: Rule, norm: Array, *, weight_norm: Array | None, memory: PyTree
     ) -> tuple[Array, PyTree]:
-        """The limit of a norm, or of each of a vector, and the new memory."""
+        """The limit of a norm, or of each norm of a vector, and the new memory."""
         step = mesh_types.narrowed_as(self.step, norm)
         extra_norms = extra_norms_of(rule, weight_norm, self.total)
-        return self.limit_and_memory_of(rule, norm, memory, step, *extra_norms)
+        return self.ask_rule(rule, norm, memory, step, *extra_norms)
 
 
 class Limits(NamedTuple):
@@ -338,7 +339,7 @@ class Limits(NamedTuple):
 
 def _rule_inputs(
     settings: Settings,
-    rule_leaves: list[Any],
+    rule_numbers: list[Any],
     norms: Norms,
     names: list[str],
     state: ClipState,
@@ -346,7 +347,7 @@ def _rule_inputs(
     overrides: Overrides,
 ) -> RuleInputs:
     """The inputs that the rules of all blocks share."""
-    rules = settings.rules_treedef.unflatten(rule_leaves)
+    rules = settings.rules_treedef.unflatten(rule_numbers)
     rules_in_order = blocks.rules_of_norms(rules, norms, settings.limit_in_errors)
     weight_norm_of_name = {}
     if settings.with_params:
@@ -362,11 +363,11 @@ def _rule_inputs(
     if any(rule.needs_total for rule in rules_in_order):
         total = total_norm(norms)
     if settings.has_schedule:
-        function = limit_and_memory_of
+        ask_rule = limit_and_memory_of
     else:
-        function = limit_and_memory_of_jitted
+        ask_rule = limit_and_memory_of_jitted
     return RuleInputs(
-        limit_and_memory_of=partial(function, argument=settings.limit_in_errors),
+        ask_rule=partial(ask_rule, argument=settings.limit_in_errors),
         step=state.step,
         rules=rules,
         rule_of_name=dict(zip(names, rules_in_order)),
@@ -384,7 +385,7 @@ def _limits_of_block(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits
         limits = _limits_by_one_rule(inputs, inputs.rules, block, memory)
     else:
         # The rules of parts remember nothing.
-        limit_of_name = _limits_leaf_by_leaf(inputs, block)
+        limit_of_name = _limits_norm_by_norm(inputs, block)
         limits = Limits(block.as_array(limit_of_name), limit_of_name, memory)
     if inputs.given_limit_of_name is None:
         return limits
@@ -403,26 +404,30 @@ def _limits_by_one_rule(
     if rule.needs_params:
         weight_norm = block.as_array(inputs.weight_norm_of_name)
     memory = _memory_typed_as(block.norm, memory)
-    limit, memory = inputs.limit_and_memory(rule, block.norm, weight_norm, memory)
+    limit, memory = inputs.limit_and_memory(
+        rule, block.norm, weight_norm=weight_norm, memory=memory
+    )
     remembers = len(jax.tree.leaves(memory)) > 0
     if rule.needs_params and block.is_vector and not remembers:
         # On a TPU `factor_roots` computes the root of each leaf again, from the leaf's
         # own norm and limit. Taken from the vector, a limit that follows the weights
         # would wait for the weight norms of all leaves. On other platforms nothing uses
         # these second limits, and XLA removes them.
-        limit_of_name = _limits_leaf_by_leaf(inputs, block)
+        limit_of_name = _limits_norm_by_norm(inputs, block)
     else:
         limit_of_name = block.by_name(limit)
     return Limits(limit, limit_of_name, memory)
 
 
-def _limits_leaf_by_leaf(inputs: RuleInputs, block: Block) -> dict[str, Array]:
+def _limits_norm_by_norm(inputs: RuleInputs, block: Block) -> dict[str, Array]:
     """The limit of each norm of a block, by rules that remember nothing."""
     limit_of_name = {}
     for name, norm in block.norm_of_name.items():
         rule = inputs.rule_of_name[name]
         weight_norm = inputs.weight_norm_of_name.get(name)
-        limit, _ = inputs.limit_and_memory(rule, norm, weight_norm, ())
+        limit, _ = inputs.limit_and_memory(
+            rule, norm, weight_norm=weight_norm, memory=()
+        )
         limit_of_name[name] = limit
     return limit_of_name
 

@@ -1,4 +1,4 @@
-"""Names from other libraries: an error says what the thing is called here.
+"""Public modules whose errors say what a wrong name is called here.
 
 clip_by_global_norm(1.0, axis_name="x")   TypeError that names mesh_axes
 optaxclip.clip_grad_norm_                 AttributeError that names clip_grads
