@@ -32,6 +32,8 @@ ADVICE_FOR_BROKEN_FILE = (
 )
 # Text that is no table has names in each line: "step 1 loss 2.5".
 NAMED_NUMBER = r"(?i)(loss|norm)[ :=]+[-+.\d]"
+START_OF_JSON = re.compile(r'\{\s*["}]')
+JSON_DECODER = json.JSONDecoder()
 # A text is a log if at least so many lines have a loss or a norm.
 LEAST_LINES_OF_LOG = 3
 
@@ -111,8 +113,10 @@ def _cleaned_text(data: bytes) -> str:
     text = re.sub(r"\x1b\[[\d;]*m", "", text)
     # NumPy, JAX and torch print np.float64(2.5), Array([1., nan], dtype=float32) and
     # tensor(2.5, grad_fn=<MeanBackward0>).
-    arrays = r"\b(?:np\.\w+|[Aa]rray|tensor)\((\[[^()]*\]|[-+.\w]+)[^()]*\)"
-    text = re.sub(arrays, r"\1", text)
+    # JSON and CSV have no parenthesis, and are spared the search.
+    if "(" in text:
+        arrays = r"\b(?:np\.\w+|[Aa]rray|tensor)\((\[[^()]*\]|[-+.\w]+)[^()]*\)"
+        text = re.sub(arrays, r"\1", text)
     # Tabs stay: a tab at the end of the text marks an empty last cell.
     return text.strip("\r\n ")
 
@@ -284,9 +288,9 @@ def _dict_at(text: str, start: int) -> tuple[Row | None, int]:
     begins no dict, None and the next place.
     """
     # Python's quotes are not read as JSON: the error would count all lines before them.
-    if re.compile(r'\{\s*["}]').match(text, start):
+    if START_OF_JSON.match(text, start):
         with suppress(json.JSONDecodeError, RecursionError):
-            return json.JSONDecoder().raw_decode(text, start)
+            return JSON_DECODER.raw_decode(text, start)
     # Python printed it. Dicts inside it hold no further dicts, and do not begin a line:
     # that would be the next row.
     dict_pattern = r"\{[^{}]*((?<!\n)\{[^{}]*\}[^{}]*)*\}"

@@ -518,6 +518,13 @@ def test_rows_of_equal_share_are_in_the_order_of_their_limits(log, command):
     assert limits == sorted(limits) and len(limits) >= 3
 
 
+@pytest.mark.parametrize(("share", "is_near"), [(0.3, 0), (0.45, 1), (0.55, 1)])
+def test_near_half_of_the_steps_both_limits_are_right(log, command, share, is_near):
+    norms = NORMS / np.quantile(NORMS, 1 - share)
+    log.write_text(log_of(norms))
+    assert is_near == ("both right" in command(log))
+
+
 def test_a_row_that_clips_nothing_has_a_mean_factor_of_1(log, command):
     norms = np.linspace(0.5, 1.5, SIZE)
     log.write_text(log_of(norms))
