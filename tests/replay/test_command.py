@@ -272,7 +272,9 @@ def test_several_optimizers_have_a_row_each(log, command):
             f"Take {best.rule}, a guard that clips {best.clip_rate:.1%} of the "
             f"steps. The usual 1.0 clips {np.mean(factor * NORMS > 1):.1%}."
         )
-        assert text[start + 4] == (
+        # A share near half has a line more.
+        (about_norms, *_) = [line for line in text[start:] if "finite norms" in line]
+        assert about_norms == (
             f"{SIZE} finite norms from {low:.4g} to {high:.4g}, median {middle:.4g}."
         )
 
