@@ -137,8 +137,12 @@ def object_of(name: str) -> Any:
     try:
         return pkgutil.resolve_name(name)
     except Exception as error:
-        # The traceback shows an error of the module itself.
-        traceback.print_exc()
+        # The traceback shows an error of the module itself. That of a name that leads
+        # nowhere ends in Python's own lines, and would say nothing more.
+        *_, last_line = traceback.extract_tb(error.__traceback__)
+        leads_nowhere = last_line.filename.startswith((pkgutil.__file__, "<frozen"))
+        if not leads_nowhere or isinstance(error, SyntaxError):
+            traceback.print_exc()
         raise argparse.ArgumentTypeError(f"cannot import {name!r}: {error}.") from None
 
 

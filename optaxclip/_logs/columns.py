@@ -5,10 +5,12 @@ Notes say what the reader left out or decided.
 
 import math
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,7 +94,7 @@ def log_from_rows(rows: Sequence[Row], notes: Notes) -> Log:
     entries_by_name: dict[str, list[Entry]] = defaultdict(list)
     for step, row in zip(steps, flat_rows):
         for name, cell in row.items():
-            entries_by_name[name].append(Entry(step, cell))
+            entries_by_name[name].append((step, cell))
     columns: dict[str, Column] = {}
     for name, entries in entries_by_name.items():
         column = _column(name, entries)
@@ -159,7 +161,7 @@ def _name_of_steps(rows: Sequence[Row]) -> tuple[str | None, bool]:
     """
     surest_name = None
     for name in STEP_NAMES:
-        numbers = [_number(row.get(name)) for row in rows]
+        numbers = [_number(row[name]) for row in rows if name in row]
         steps = [number for number in numbers if number is not None]
         # A column that only evaluations have, or the last row, says nothing of the
         # other rows.
@@ -187,41 +189,34 @@ def flattened(row: Row, group: str = "") -> dict[str, object]:
         if isinstance(cell, Mapping):
             cells |= flattened(cell, f"{group}{name}/")
         else:
-            cells[f"{group}{name}"] = cell
+            # Rows share their names, which saves memory.
+            cells[sys.intern(f"{group}{name}")] = cell
     return cells
 
 
-class Entry(NamedTuple):
-    """A cell of a column, and its step."""
-
-    step: int
-    cell: object
+# The step of a cell, and the cell. A long log has millions, for which a record of its
+# own would be slow.
+Entry = tuple[int, object]
 
 
 def _column(name: str, entries: Sequence[Entry]) -> Column:
     """The numbers of a column, with notes on the cells that it reads otherwise or
     leaves out.
     """
-    nulls_are_nan = _are_nulls_nan(entries)
+    nulls = 0
+    if _are_nulls_nan(entries):
+        entries, nulls = _nulls_as_nan(entries)
     numbers: list[tuple[int, float]] = []  # each with its step
     texts: list[str] = []
-    nulls = 0
     empty_cells = 0
-    for step, entries_of_step in groupby(entries, key=lambda entry: entry.step):
-        cells = [entry.cell for entry in entries_of_step]
-        # A step may have several rows. Where one of them has a number, null in another
-        # one is an empty cell: pandas writes it in the row of an evaluation.
-        if nulls_are_nan and all(cell is None for cell in cells):
-            cells = [math.nan]
-            nulls += 1
-        for cell in cells:
-            number = _number(cell)
-            if number is not None:
-                numbers.append((step, number))
-            elif cell is None or not str(cell).strip():
-                empty_cells += 1
-            else:
-                texts.append(str(cell)[:40])
+    for step, cell in entries:
+        number = _number(cell)
+        if number is not None:
+            numbers.append((step, number))
+        elif cell is None or not str(cell).strip():
+            empty_cells += 1
+        else:
+            texts.append(str(cell)[:40])
     values_by_step, replaced_steps = _by_step(numbers)
     values = np.array(list(values_by_step.values()))
     notes: Notes = []
@@ -269,10 +264,12 @@ def _by_step(
 
 
 def _are_nulls_nan(entries: Sequence[Entry]) -> bool:
-    """Whether null stands for NaN, as in strict JSON. If a third or more of the entries
-    up to the last number are null, it stands for an empty cell: the column is logged
-    more rarely than others.
+    """Whether there is null, and stands for NaN, as in strict JSON. If a third or more
+    of the entries up to the last number are null, it stands for an empty cell: the
+    column is logged more rarely than others.
     """
+    if all(cell is not None for _, cell in entries):
+        return False
     nulls = 0
     numbers = 0
     nulls_before_number = 0
@@ -283,6 +280,22 @@ def _are_nulls_nan(entries: Sequence[Entry]) -> bool:
             numbers += 1
             nulls_before_number = nulls
     return 2 * nulls_before_number < numbers
+
+
+def _nulls_as_nan(entries: Sequence[Entry]) -> tuple[list[Entry], int]:
+    """Entries with NaN in the place of null, and how many of these. A step may have
+    several rows. Where one of them has a number, null in another one stays an empty
+    cell: pandas writes it in the row of an evaluation.
+    """
+    new_entries: list[Entry] = []
+    nans = 0
+    for step, entries_of_step in groupby(entries, key=itemgetter(0)):
+        cells = [cell for _, cell in entries_of_step]
+        if all(cell is None for cell in cells):
+            cells = [math.nan]
+            nans += 1
+        new_entries += [(step, cell) for cell in cells]
+    return new_entries, nans
 
 
 def _number(cell: Any) -> float | None:

@@ -32,6 +32,8 @@ ADVICE_FOR_BROKEN_FILE = (
 )
 # Text that is no table has names in each line: "step 1 loss 2.5".
 NAMED_NUMBER = r"(?i)(loss|norm)[ :=]+[-+.\d]"
+START_OF_JSON = re.compile(r'\{\s*["}]')
+JSON_DECODER = json.JSONDecoder()
 # A text is a log if at least so many lines have a loss or a norm.
 LEAST_LINES_OF_LOG = 3
 
@@ -78,13 +80,13 @@ def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
     if "\0" in text:
         raise ValueError(f"the file is binary. {FORMATS_TEXT}.")
     if pattern is not None:
-        return _rows_of_pattern(text, pattern)
+        return _rows_of_pattern(_with_decimal_points(text, notes), pattern)
     notes_on_rows: Notes = []
     rows = _rows_of_table(text, notes_on_rows) or _rows_of_dicts(text, notes_on_rows)
     # A program may print its settings as a dict, and then a text with more numbers.
     named_numbers = len(re.findall(NAMED_NUMBER, text))
     if not rows or (named_numbers > len(rows) and not _has_loss_or_norm(rows)):
-        return _rows_of_text(text, notes)
+        return _rows_of_text(_with_decimal_points(text, notes), notes)
     notes += notes_on_rows
     return rows
 
@@ -111,10 +113,24 @@ def _cleaned_text(data: bytes) -> str:
     text = re.sub(r"\x1b\[[\d;]*m", "", text)
     # NumPy, JAX and torch print np.float64(2.5), Array([1., nan], dtype=float32) and
     # tensor(2.5, grad_fn=<MeanBackward0>).
-    arrays = r"\b(?:np\.\w+|[Aa]rray|tensor)\((\[[^()]*\]|[-+.\w]+)[^()]*\)"
-    text = re.sub(arrays, r"\1", text)
+    # JSON and CSV have no parenthesis, and are spared the search.
+    if "(" in text:
+        arrays = r"\b(?:np\.\w+|[Aa]rray|tensor)\((\[[^()]*\]|[-+.\w]+)[^()]*\)"
+        text = re.sub(arrays, r"\1", text)
     # Tabs stay: a tab at the end of the text marks an empty last cell.
     return text.strip("\r\n ")
+
+
+def _with_decimal_points(text: str, notes: Notes) -> str:
+    """A text such as "loss 2,5 norm 0,83" with points in the place of commas. It has
+    no loss and no norm with a decimal point.
+    """
+    label = r"(?i)(loss|norm)[ :=]+[-+]?"
+    has_commas = re.search(label + r"\d+,\d", text)
+    if not has_commas or re.search(label + r"\d*\.\d", text):
+        return text
+    notes.append("Commas between digits are read as decimal points.")
+    return re.sub(r"(?<=\d),(?=\d)", ".", text)
 
 
 def _unzipped(data: bytes, notes: Notes) -> bytes:
@@ -284,9 +300,9 @@ def _dict_at(text: str, start: int) -> tuple[Row | None, int]:
     begins no dict, None and the next place.
     """
     # Python's quotes are not read as JSON: the error would count all lines before them.
-    if re.compile(r'\{\s*["}]').match(text, start):
+    if START_OF_JSON.match(text, start):
         with suppress(json.JSONDecodeError, RecursionError):
-            return json.JSONDecoder().raw_decode(text, start)
+            return JSON_DECODER.raw_decode(text, start)
     # Python printed it. Dicts inside it hold no further dicts, and do not begin a line:
     # that would be the next row.
     dict_pattern = r"\{[^{}]*((?<!\n)\{[^{}]*\}[^{}]*)*\}"
@@ -441,9 +457,15 @@ def _pattern_of(column: str, label: str, lookbehind: str, text: str) -> str:
         simple_number = r"\d+"
         number = STEP_NUMBER
     pattern = f"{lookbehind}{label}(?P<{column}>{number})"
-    simple_pattern = f"{label}(?P<{column}>{simple_number})"
-    finds_the_same = re.findall(simple_pattern, text) == re.findall(pattern, text)
-    return simple_pattern if finds_the_same else pattern
+    numbers = re.findall(pattern, text)
+    for shorter_pattern in (
+        f"{label}(?P<{column}>{simple_number})",
+        f"{lookbehind}{label}(?P<{column}>{simple_number})",
+        f"{label}(?P<{column}>{number})",
+    ):
+        if re.findall(shorter_pattern, text) == numbers:
+            return shorter_pattern
+    return pattern
 
 
 def _as_pattern(label: str) -> str:

@@ -43,6 +43,11 @@ LOSS_PATTERN = re.compile(
     r"((.*/)?((train|training|tr|total|lm|avg|average|mean)[/._ -])?loss"
     r"(_step|_epoch|[/_](train|total))?)"
 )
+# val_loss, eval/loss, test_loss, eval_wikitext_loss, Loss/val
+VALIDATION_PATTERN = re.compile(
+    r"(.*[/._ -])?(val|valid(ation)?|eval(uation)?|test|dev)[/._ -](.*[/._ -])?loss"
+    r"|(.*/)?loss[/_](val|valid(ation)?|eval(uation)?|test|dev)"
+)
 # noise_share, train/noise_share
 NOISE_SHARE = re.compile("(.*/)?noise_share")
 # Norms of record_health: health/norm, health/gradients/norm/w
@@ -116,9 +121,11 @@ def _with_skipped_steps(log: Log, column: Column) -> Column:
     return column._replace(values=values)
 
 
-def loss_of(log: Log) -> Column | None:
-    """The column of the training loss, by its name: the longest one, or None."""
-    losses = columns_named(LOSS_PATTERN, log)
+def loss_of(log: Log, pattern: re.Pattern[str] = LOSS_PATTERN) -> Column | None:
+    """The column of the training loss, by its name: the longest one, or None. With
+    VALIDATION_PATTERN the loss of a validation.
+    """
+    losses = columns_named(pattern, log)
     return max(losses, key=lambda column: len(column.steps), default=None)
 
 

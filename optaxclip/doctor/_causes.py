@@ -64,6 +64,7 @@ NOT_FINITE = "not finite"
 BAD_BATCH = "bad batch"
 CHANGE_OF_SCALE = "change of scale"
 DIVERGENCE = "divergence"
+LEARNING_RATE = "learning rate"
 
 PAGE_AT_ONE_STEP = "docs/doctor.md (What changes at one step)"
 PAGE_OF_SPIKES = "docs/run_health.md (My loss spikes, or gradients explode)"
@@ -73,7 +74,7 @@ SCALE_ADVICE = (
 # Named only if another cause begins, or is worst, from ten rows before to 20 rows
 # behind: a schedule may leap too.
 LEAP_OF_RATE = Cause(
-    name="learning rate",
+    name=LEARNING_RATE,
     needs=signals.RATE,
     rule=rules.leap_of_rate,
     limit=rules.LEAP,
@@ -98,10 +99,54 @@ CAUSES = (
         takes_nonfinite=True,
     ),
     Cause(
+        name="gradients add up",
+        needs=signals.NORM,
+        rule=rules.gradients_added_up,
+        limit=0,
+        evidence=(
+            "{subject} grows to {value:.3g} times its first row, and hardly changes "
+            "from row to row"
+        ),
+        page=PAGE_AT_ONE_STEP,
+        advice=(
+            "gradients of earlier steps seem to be added: take those of this step "
+            "alone (PyTorch: zero_grad)"
+        ),
+        least_rows=20,
+    ),
+    Cause(
+        name=LEARNING_RATE,
+        needs=signals.LOSS,
+        rule=rules.blown_up_at_once,
+        limit=rules.BLOWN_UP_AT_ONCE,
+        evidence="{subject} is {value:.3g} times its first row a few rows later",
+        page=PAGE_AT_ONE_STEP,
+        advice="take a lower rate, or a longer warm-up",
+        may_be_right=True,
+        least_rows=3,
+    ),
+    Cause(
+        name=LEARNING_RATE,
+        needs=signals.NORM,
+        rule=rules.spikes_before_nan,
+        limit=rules.LEAST_SPIKE,
+        evidence=(
+            "{subject} has spikes again and again until it is NaN, the largest of "
+            "{value:.3g} times the median of the rows before"
+        ),
+        page=PAGE_OF_SPIKES,
+        advice=(
+            "take a lower rate, or a longer warm-up, and look at the sign of weight "
+            "decay. If the spikes are always of the same examples, look at these"
+        ),
+        takes_nonfinite=True,
+        least_rows=30,
+    ),
+    Cause(
         name=BAD_BATCH,
         needs=signals.NORM,
         rule=rules.bad_batch,
-        limit=15,  # times the median of the rows before
+        limit=rules.LEAST_SPIKE,
         evidence="{subject} is {value:.3g} times the median of the rows before",
         page=PAGE_OF_SPIKES,
         advice=(
@@ -145,7 +190,7 @@ CAUSES = (
         least_rows=rules.LEAST_ROWS_OF_LOSS,
     ),
     Cause(
-        name="learning rate",
+        name=LEARNING_RATE,
         needs=signals.LOSS,
         rule=rules.height_of_loss,
         limit=rules.NEVER_FALLS,
@@ -156,7 +201,7 @@ CAUSES = (
             "update. It may be right if data or objective become harder"
         ),
         may_be_right=True,
-        least_rows=10,
+        least_rows=rules.LEAST_ROWS_OF_HEIGHT,
     ),
     Cause(
         name="steady growth",
@@ -189,7 +234,7 @@ CAUSES = (
         least_rows=20,
     ),
     Cause(
-        name="learning rate",
+        name=LEARNING_RATE,
         needs=signals.UPDATES,
         rule=rules.high_update_ratio,
         limit=rules.HIGH_RATIO,

@@ -10,10 +10,19 @@ import numpy as np
 from .._arguments.checks import shown
 from .._logs.columns import Column, Log, in_common, log_from_rows, quoted
 from .._logs.files import read_log
-from .._logs.norms import columns_named
+from .._logs.norms import VALIDATION_PATTERN, columns_named
 from . import _rules as rules
 from . import _signals as signals
-from ._causes import BAD_BATCH, CAUSES, CHANGE_OF_SCALE, LEAP_OF_RATE, Cause, Finding
+from ._causes import (
+    BAD_BATCH,
+    CAUSES,
+    CHANGE_OF_SCALE,
+    DIVERGENCE,
+    LEAP_OF_RATE,
+    LEARNING_RATE,
+    Cause,
+    Finding,
+)
 from ._notes import notes_of
 
 # More bad batches than this come from the data or the rate.
@@ -121,7 +130,7 @@ def examine(
     Example:
       >>> from optaxclip.doctor import examine
       >>> report = examine([{"loss": 1.0}] * 40)
-      >>> print(report.not_judged["a gradient norm"])
+      >>> print(report.not_judged["a gradient norm"][2:])
       ['bad batch', 'change of scale', 'steady growth', 'vanishing']
     """
     return read_and_judge("examine", log, pattern=pattern, loss=loss)
@@ -244,12 +253,18 @@ def _without_consequences(findings: list[Finding], run: signals.Run) -> list[Fin
         loss, levels = run.leveled_loss
         row = rules.row_of_rise(loss.values, levels)
         risen_steps = {*loss.steps[row + rules.LONG_WINDOW // 2 :]}
-    return [
-        finding
-        for finding in findings
-        if finding.step <= broken_step
-        and (finding.cause != BAD_BATCH or finding.step not in risen_steps)
+    # Spikes may be named as the work of the rate, and are then no bad batches.
+    spikes_of_rate = [
+        finding.first_steps for finding in findings if finding.cause == LEARNING_RATE
     ]
+    kept: list[Finding] = []
+    for finding in findings:
+        is_spike_of_others = finding.cause == BAD_BATCH and (
+            finding.step in risen_steps or finding.first_steps in spikes_of_rate
+        )
+        if finding.step <= broken_step and not is_spike_of_others:
+            kept.append(finding)
+    return kept
 
 
 def _lacking(cause: Cause, run: signals.Run) -> str:
@@ -315,6 +330,15 @@ def _with_advice(finding: Finding, log: Log) -> Finding:
         advice = (
             f"{finding.rows} rows are no accident: look at the data, its scale and the "
             f"learning rate from {log.unit} {finding.step} on"
+        )
+        return finding._replace(advice=advice)
+    losses_of_validation = columns_named(VALIDATION_PATTERN, log)
+    if finding.cause == DIVERGENCE and any(
+        loss.name in finding.first_steps for loss in losses_of_validation
+    ):
+        advice = (
+            "if the training loss falls there, the model learns its examples by heart: "
+            f"stop earlier. Else {finding.advice}"
         )
         return finding._replace(advice=advice)
     if finding.cause == CHANGE_OF_SCALE:

@@ -58,6 +58,8 @@ def _shifted(values: Array) -> Array:
 
 # -------------------------------------------------------------------- loss and one norm
 
+# A spike over the median of the rows before.
+LEAST_SPIKE = 15.0
 # A norm that has come back, over the median before the spike.
 LOW_AGAIN_OVER_USUAL = 5.0
 # A burst of bad batches has so many rows at most. Behind it the norm falls by a factor,
@@ -71,6 +73,7 @@ LEAST_RISE = 0.1
 LEAST_RISE_OVER_FALL = 0.01
 LEAST_RISE_OVER_ERROR = 5.0
 LEAST_ROWS_OF_LOSS = 20
+LEAST_ROWS_OF_HEIGHT = 10
 # A loss never falls if both hold, as multiples of its first losses: its lowest level is
 # above LOWEST_OVER_FIRST, and nearly all losses of its last two thirds are above
 # NEVER_FALLS. A log of few rows needs more than that.
@@ -78,8 +81,18 @@ LOWEST_OVER_FIRST = 0.9
 NEVER_FALLS = 1.03
 NEVER_FALLS_IN_FEW_ROWS = 2.0
 BLOWN_UP = 5.0
+BLOWN_UP_AT_ONCE = 4.0  # the median of rows two to six over the first row
+# Separate spikes before a NaN that speak of the rate or the weights. One spike ends
+# where five rows show none.
+MANY_SPIKES = 5
 FEW_ROWS = 100
 STEADY_GROWTH = 1.3  # the median of a fifth of the log over the fifth before it
+# A sum of all gradients so far: the third norm over the first one, the median of all
+# over the first one, and the change from one row to the next. Gradients of batches
+# change by a tenth and more.
+GROWTH_IN_THREE_ROWS = 1.5
+GROWTH_OF_SUM = 3.0
+LARGEST_CHANGE_OF_SUM = 0.03
 LEAP = 5.0  # a level over the level five rows before, if it does not grow row by row
 SOLVED = 0.2  # the last losses over the first ones, if the task is solved
 VANISHED = 1000.0  # the first norms over the last ones, if the gradient vanishes
@@ -204,6 +217,56 @@ def loss_levels(loss: Array) -> LossLevels:
 def height_of_loss(loss: Array) -> float:
     """The height that a loss keeps if it never falls."""
     return loss_levels(loss).kept_height
+
+
+def blown_up_at_once(loss: Array) -> Array | float:
+    """The loss over its first row, in rows two to six, if their median is far above it.
+    0 if the loss never falls, which `height_of_loss` finds.
+    """
+    factors = loss / loss[0]
+    # A noisy loss may begin low by chance.
+    late_loss = loss[max(LONG_WINDOW, len(loss) // 2) :]
+    spread = 1.0
+    if late_loss.size:
+        spread = np.median(late_loss) / np.quantile(late_loss, 0.1)
+    never_falls = len(loss) >= LEAST_ROWS_OF_HEIGHT and height_of_loss(loss) > 0
+    early_factors = factors[1 : 1 + SHORT_WINDOW]
+    if never_falls or np.median(early_factors) <= BLOWN_UP_AT_ONCE * spread:
+        return 0.0
+    factors[1 + SHORT_WINDOW :] = 0.0
+    return factors
+
+
+def spikes_before_nan(norm: Array) -> Array | float:
+    """The rows of `bad_batch`, if the norm is NaN or inf soon after the last one and to
+    the end, and at least MANY_SPIKES of them are separate.
+    """
+    finite_rows = np.flatnonzero(np.isfinite(norm))
+    ends_finite = finite_rows.size == 0 or finite_rows[-1] == len(norm) - 1
+    if ends_finite:
+        return 0.0
+    values = np.zeros(len(norm))
+    values[finite_rows] = bad_batch(norm[finite_rows])
+    rows = np.flatnonzero(values > LEAST_SPIKE)
+    spikes = 1 + np.count_nonzero(np.diff(rows) > SHORT_WINDOW)
+    is_soon = rows.size > 0 and finite_rows[-1] - rows[-1] <= LONG_WINDOW
+    return values if is_soon and spikes >= MANY_SPIKES else 0.0
+
+
+def gradients_added_up(norm: Array) -> Array | float:
+    """The norm over its first row, if it grows at once, stays far above it, and hardly
+    changes from one row to the next, as the sum of all gradients so far does.
+    """
+    changes = np.abs(np.diff(np.log(norm)))
+    factors = norm / norm[0]
+    # In norms after a clip most rows are equal.
+    is_sum = (
+        factors[2] > GROWTH_IN_THREE_ROWS
+        and np.median(factors) > GROWTH_OF_SUM
+        and np.median(changes) < LARGEST_CHANGE_OF_SUM
+        and clipped_share(norm) == 0
+    )
+    return factors if is_sum else 0.0
 
 
 def divergence(loss: Array) -> Array | float:

@@ -11,7 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from .._logs.columns import Column, Log, column_called, in_common, quoted, rows_kept
-from .._logs.norms import TENSOR_PATTERN, columns_named, loss_of, norms_of
+from .._logs.norms import (
+    TENSOR_PATTERN,
+    VALIDATION_PATTERN,
+    columns_named,
+    loss_of,
+    norms_of,
+)
 from ._rules import LEAST_ROWS_OF_LOSS, LossLevels, loss_levels
 
 # What a rule needs. A report prints these sentences, and they are the keys of
@@ -157,12 +163,16 @@ def _inputs_of_loss(
 
 
 def _loss_of(log: Log, name: str | None, norms: Sequence[Column]) -> Column | None:
-    """The column of the loss. None if no name is given and the log has no loss."""
+    """The column of the loss. Without a name it is the training loss. A log without
+    this and without norms may have the loss of a validation. None if there is no loss.
+    """
     loss = loss_of(log) if name is None else column_called(name, log)
     if loss is not None:
         return _zeros_as_nan(loss, norms)
-    if name is None:
+    if name is None and norms:
         return None
+    if name is None:
+        return loss_of(log, VALIDATION_PATTERN)
     names = quoted(list(log.columns))
     raise ValueError(f"there is no loss {name!r} in it, only {names}.")
 

@@ -23,6 +23,8 @@ from ._run import (
 USUAL_LIMIT = 1.0
 # The usual limit is taken only if it clips at most this share of the steps.
 MAX_USUAL_SHARE = 0.5
+# So near to it both limits are named as right.
+NEAR_USUAL_SHARE = 0.1
 # Norms fall far if the early median, of the first fifth, is this many times the late
 # one, of the last fifth. A limit of five late medians would then clip at least half of
 # the first fifth. They grow far if it is the other way round.
@@ -93,6 +95,12 @@ def choice_of(column: Column, every: int) -> Choice | None:
     else:
         suggestion = guard
         reasons = _reasons_for_guard(usual.clip_rate, guard, column)
+    is_fixed = isinstance(rule, float)
+    if is_fixed and abs(usual.clip_rate - MAX_USUAL_SHARE) <= NEAR_USUAL_SHARE:
+        reasons.append(
+            f"The advice changes at half of the steps, which is near: {USUAL_LIMIT} "
+            "and the guard are both right."
+        )
     if late >= FAR * early:
         reasons.append(
             f"Norms grow from a median of {early:.3g} in the first fifth of the log to "

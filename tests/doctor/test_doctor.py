@@ -50,6 +50,21 @@ def causes_of(rows):
 # ---------------------------------------------------------------------------- columns
 
 
+@pytest.mark.parametrize("name", ["val_loss", "eval/loss", "Loss/val", "dev-ce_loss"])
+def test_a_loss_of_a_validation_is_judged_if_there_is_no_other(name):
+    rows = [{name: loss} for loss in changed(calm(), {30: np.nan})]
+    assert causes_of(rows) == [("not finite", 30)]
+    rows = [row | {"loss": 1.0} for row in rows]
+    assert causes_of(rows) == []
+
+
+def test_a_loss_of_a_validation_that_rises_may_be_learnt_by_heart():
+    losses = [*np.geomspace(4.0, 1.0, 100), *np.geomspace(1.0, 3.0, 100)]
+    (finding,) = diagnose([{"val_loss": loss} for loss in losses])
+    assert finding.cause == "divergence"
+    assert "learns its examples by heart" in finding.advice
+
+
 def test_a_log_of_loss_and_norm_is_enough(tmp_path):
     norms = calm()
     norms[40] = 50.0
@@ -88,7 +103,8 @@ def test_a_text_is_read_with_a_pattern(tmp_path):
 def test_what_is_judged_is_named_where_nothing_is_found():
     report = examine(rows_of(loss=calm()))
     assert report.findings == [] and report.looked_at == ["'loss' (60 rows)"]
-    causes = ["bad batch", "change of scale", "steady growth", "vanishing"]
+    causes = ["gradients add up", "learning rate", "bad batch", "change of scale"]
+    causes += ["steady growth", "vanishing"]
     assert report.not_judged["a gradient norm"] == causes
     report = examine(rows_of(grad_norm=calm()))
     assert "a loss or a gradient norm" not in report.not_judged

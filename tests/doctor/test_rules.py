@@ -194,6 +194,53 @@ def test_norms_that_grow_until_they_are_nan_are_no_bad_batch(rate):
     assert (finding.step, finding.rows) == (39, 1)
 
 
+def spikes_and_nan(spikes):
+    """Norms with five spikes, and NaN from row 55 on."""
+    norms = changed(calm(), {row: 50.0 + row for row in spikes})
+    norms[55:] = np.nan
+    return norms
+
+
+def test_spikes_again_and_again_and_then_nan_are_a_high_rate():
+    rows = rows_of(loss=calm(), grad_norm=spikes_and_nan([10, 20, 30, 40, 50]))
+    assert causes_of(rows) == [("learning rate", 10), ("not finite", 55)]
+    finding, _ = diagnose(rows)
+    assert finding.rows == 5
+
+
+@pytest.mark.parametrize("spikes", [[50], [46, 47, 48, 49, 50]])
+def test_one_spike_or_burst_before_nan_is_a_bad_batch(spikes):
+    rows = rows_of(loss=calm(), grad_norm=spikes_and_nan(spikes))
+    assert causes_of(rows)[0] == ("bad batch", spikes[0])
+
+
+def test_a_loss_that_blows_up_at_once_is_a_high_rate_even_if_it_comes_back():
+    losses = [1.0, 3.0, 9.0, 8.0, 7.0, *np.geomspace(6.0, 0.5, 55)]
+    norms = changed(calm(), {2: 50.0, 30: 50.0})
+    rows = rows_of(loss=losses, grad_norm=norms)
+    assert causes_of(rows) == [("learning rate", 2), ("bad batch", 2)]
+    # One low row of a noisy loss is no start.
+    noisy_losses = np.tile([1.0, 8.0, 9.0, 8.0, 10.0, 9.0], 10)
+    assert causes_of(rows_of(loss=noisy_losses, grad_norm=calm())) == []
+
+
+def test_a_loss_of_three_rows_may_blow_up():
+    rows = rows_of(loss=[1.0, 1e3, 1e6, np.nan], grad_norm=[1.0, 1e3, 1e6, np.nan])
+    assert causes_of(rows)[0] == ("learning rate", 1)
+
+
+def test_a_norm_of_gradients_that_are_never_reset_is_named():
+    random = np.random.default_rng(0)
+    gradients = random.normal(0.3, 1.0, size=(100, 20))
+    sums = np.linalg.norm(np.cumsum(gradients, axis=0), axis=1)
+    rows = rows_of(loss=np.geomspace(2, 1, 100), grad_norm=sums)
+    assert causes_of(rows)[0] == ("gradients add up", 0)
+    # Norms of single batches may grow as far.
+    norms = sums * random.uniform(0.9, 1.1, size=100)
+    rows = rows_of(loss=np.geomspace(2, 1, 100), grad_norm=norms)
+    assert ("gradients add up", 0) not in causes_of(rows)
+
+
 def test_a_burst_of_bad_batches_is_named():
     """Adam is thrown off for a while, so norms do not come back at once."""
     falling = np.geomspace(12.0, 1.0, 115)
@@ -425,7 +472,7 @@ def test_losses_that_change_their_sign_are_not_judged():
         norms = noisy() * np.where(np.arange(200) < 100, 1.0, factor)
         report = examine(rows_of(loss=losses, grad_norm=norms))
         assert report.findings == []
-        causes = ["change of scale", "divergence", "learning rate", "vanishing"]
+        causes = ["learning rate", "change of scale", "divergence", "vanishing"]
         needs = "a loss above 0 in all rows (--loss NAME)"
         assert report.not_judged[needs] == causes
     # A NaN does not change the sign.
@@ -577,7 +624,7 @@ def test_long_updates_are_a_high_rate():
 
 
 def test_updates_right_before_nan_are_a_high_rate_after_few_steps():
-    rows = rows_of(**of_updates([0.3, 2.0, 50.0, NAN, NAN]), loss=[1, 2, 9, NAN, NAN])
+    rows = rows_of(**of_updates([0.3, 2.0, 50.0, NAN, NAN]), loss=[1, 2, 3, NAN, NAN])
     assert causes_of(rows) == [("learning rate", 0), ("not finite", 3)]
 
 

@@ -270,6 +270,22 @@ def test_commas_between_thousands_do_not_end_a_number(tmp_path):
         assert read_history(path).tolist() == [1.5, 1234.5]
 
 
+def test_decimal_commas_are_read_as_points(tmp_path):
+    path = tmp_path / "run.log"
+    lines = [f"step {step} loss 2,5, norm 0,{step}" for step in range(10, 50)]
+    path.write_text("\n".join(lines))
+    log = read_log(path, "read_history")
+    assert log.columns["loss"].values.tolist() == [2.5] * 40
+    norms = [step / 100 for step in range(10, 50)]
+    assert log.columns["grad_norm"].values.tolist() == norms
+    assert "Commas between digits are read as decimal points." in log.notes
+
+
+def test_of_the_parts_of_a_pattern_only_those_that_are_needed_stay(text_file):
+    path = text_file("loss {loss} grad norm {norm}", noise="val loss 3.0")
+    assert r"\bloss\s+(?P<loss>\S*\w)|grad" in pattern_of(path)
+
+
 def test_a_text_may_have_nan_from_its_first_line_on(tmp_path):
     path = tmp_path / "run.log"
     lines = [f" iteration {step}/ 500 | grad norm: nan | bad: 0 |" for step in range(9)]
