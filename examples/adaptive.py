@@ -85,7 +85,7 @@ def main(steps: int = 1000, lr: float = 0.2, save: File = None) -> dict[str, Log
         "skip_spikes": optaxclip.skip_spikes(sgd, spike_rule),
         "skip_step": optaxclip.skip_step(sgd),
     }
-    logs = train_all(protections, steps)
+    logs = train_all(protections, steps, runs=1)
     if save is not None:
         draw_logs = partial(draw, logs=logs)
         draw_both(save, panels=len(DRAWN), draw=draw_logs, height=5)
@@ -94,20 +94,19 @@ def main(steps: int = 1000, lr: float = 0.2, save: File = None) -> dict[str, Log
 
 def draw(panels: Any, look: Look, logs: dict[str, Log]) -> None:
     """Norm and limit of a run, and which steps it clipped or left out."""
-    norms = [logs[name]["record/all/norm"] for name in DRAWN]
+    norms = [logs[name]["record/all/norm"][0] for name in DRAWN]
     lowest = 0.8 * np.min(norms)
     highest = 12 * np.max(norms)
     broken = is_broken(len(norms[0]))
     for panel, norm, (name, drawn) in zip(panels, norms, DRAWN.items()):
-        limit = logs[name][f"{drawn.prefix}/limit"]
-        is_over = logs[name][f"{drawn.prefix}/{drawn.verb}"] == 1
+        limit = logs[name][f"{drawn.prefix}/limit"][0]
+        is_over = logs[name][f"{drawn.prefix}/{drawn.verb}"][0] == 1
         (steps,) = np.nonzero(is_over)
         panel.plot(norm, color=look.grey, linewidth=1, label="gradient norm")
         panel.plot(limit, color=look.blue, linewidth=2.5, label="limit")
-        # Where nearly every step has a dot, small dots lie behind the norm.
-        size, zorder = (3, 1) if is_over.mean() > 0.5 else (6, 3)
-        dots = norm[steps]
-        panel.plot(steps, dots, ".", color=look.orange, markersize=size, zorder=zorder)
+        # Large dots of nearly every step would hide the norm.
+        size = 2 if is_over.mean() > 0.5 else 6
+        panel.plot(steps, norm[steps], ".", color=look.orange, markersize=size)
         panel.plot([], [], ".", color=look.orange, label="clipped or skipped step")
         panel.set_title(name, weight="bold")
         panel.set(xlabel="step", yscale="log", ylim=(lowest, highest))

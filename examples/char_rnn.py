@@ -74,11 +74,11 @@ def main(steps: int = 250, lr: float = 0.8) -> dict[str, Log]:
     return logs
 
 
-def new_network(characters: int) -> Network:
+def new_network(characters: int, seed: int = SEED) -> Network:
     """The first weights. An orthogonal recurrence neither stretches nor shrinks a
     vector: training makes the gradients grow.
     """
-    random = np.random.default_rng(SEED)
+    random = np.random.default_rng(seed)
     embedding = random.normal(size=(characters, HIDDEN))
     recurrence = random.normal(size=(HIDDEN, HIDDEN))
     readout = random.normal(size=(HIDDEN, characters))

@@ -253,18 +253,18 @@ def _clipped_leaf(
                 f"{call}: the leaf {leaf_name!r} is complex and has no order: give "
                 "one bound, for its modulus."
             )
-        _, upper = _bounds_in_dtype(None, upper, jnp.finfo(dtype).dtype)
+        _, largest = _bounds_in_dtype(None, upper, jnp.finfo(dtype).dtype)
         # The modulus of the largest complex numbers is inf, and so above the bound.
-        is_above = jnp.abs(x) > upper
-        # 1 where nothing is clipped: `upper` may be inf there, and inf * 0 in the
+        is_above = jnp.abs(x) > largest
+        # 1 where nothing is clipped: `largest` may be inf there, and inf * 0 in the
         # derivative is NaN.
-        new_modulus = jnp.where(is_above, upper, jnp.ones_like(upper))
+        new_modulus = jnp.where(is_above, largest, jnp.ones_like(largest))
         return jnp.where(is_above, with_modulus(new_modulus, x), x)
-    lower, upper = _bounds_in_dtype(lower, upper, dtype)
-    lower = jnp.broadcast_to(lower, x.shape)
-    upper = jnp.broadcast_to(upper, x.shape)
+    smallest, largest = _bounds_in_dtype(lower, upper, dtype)
+    smallest = jnp.broadcast_to(smallest, x.shape)
+    largest = jnp.broadcast_to(largest, x.shape)
     # Where schedules cross the upper bound wins, as in `optax.clip`.
-    return jnp.clip(x, lower, upper).astype(x.dtype)
+    return jnp.clip(x, smallest, largest).astype(x.dtype)
 
 
 def _bounds_in_dtype(
@@ -273,23 +273,23 @@ def _bounds_in_dtype(
     """Both bounds in the dtype of a leaf. A lower bound of None is minus the upper one.
     A bound beyond the range of the dtype becomes its smallest or largest number.
     """
-    upper = _as_float(upper)
+    largest = _as_float(upper)
     if lower is None:
-        xp = jnp if isinstance(upper, Array) else np
+        xp = jnp if isinstance(largest, Array) else np
         # Where a schedule is negative, 0 is taken.
-        upper = xp.maximum(upper, 0)
-        lower = -upper
+        largest = xp.maximum(largest, 0)
+        smallest = -largest
     else:
-        lower = _as_float(lower)
+        smallest = _as_float(lower)
     if jnp.issubdtype(dtype, jnp.integer):
         return (
-            _as_integer(dtype, lower, is_lower=True),
-            _as_integer(dtype, upper, is_lower=False),
+            _as_integer(dtype, smallest, is_lower=True),
+            _as_integer(dtype, largest, is_lower=False),
         )
     # inf stays inf where the dtype has it.
     return (
-        kept_finite(dtype, lower).astype(dtype),
-        kept_finite(dtype, upper).astype(dtype),
+        kept_finite(dtype, smallest).astype(dtype),
+        kept_finite(dtype, largest).astype(dtype),
     )
 
 

@@ -184,7 +184,7 @@ def qk_clip(
         zeros_of_name = {}
         for attention in _attentions_of(roles, tree):
             # Logits are computed from the weights, so they vary over the same devices.
-            weights_type = types[attention.leaves[0].index]
+            weights_type = types[attention.leaves[0].leaf_index]
             logits = jnp.zeros(attention.norm_shape, attention.norm_dtype)
             zeros_of_name[attention.name] = varying_as(logits, weights_type)
         return norm_clipper.init(zeros_of_name)
@@ -217,7 +217,7 @@ class AttentionLeaf(NamedTuple):
     record.
     """
 
-    index: int  # of the leaf in the tree
+    leaf_index: int  # in the tree
     path: Path
     rank: int
     role: str  # "queries", "keys" or "rotary"
@@ -269,8 +269,8 @@ def _clipped_updates(
             factors_of_role = jnp.where(jnp.isnan(factors), factors, factors_of_role)
             scale = _scale_of(leaf, factors_of_role)
             # Queries and keys may share a leaf. Each scale is 1 outside its heads.
-            other_scale = scale_of_index.get(leaf.index, 1)
-            scale_of_index[leaf.index] = scale * other_scale
+            other_scale = scale_of_index.get(leaf.leaf_index, 1)
+            scale_of_index[leaf.leaf_index] = scale * other_scale
     for index, scale in scale_of_index.items():
         updates[index] = _update_of_scaled_weight(updates[index], weights[index], scale)
     return treedef.unflatten(updates)
@@ -421,7 +421,7 @@ def _attentions_of(roles: dict[str, Where], tree: PyTree) -> list[Attention]:
             name="/".join(path),
             path=path,
             norm_shape=_norm_shape(path, leaves_of_path),
-            norm_dtype=norm_dtype([leaves_with_path[first.index][1]]),
+            norm_dtype=norm_dtype([leaves_with_path[first.leaf_index][1]]),
             leaves=tuple(leaves_of_path),
         )
         attentions.append(attention)
@@ -435,14 +435,14 @@ def _check_disjoint(leaves: list[AttentionLeaf]) -> None:
     mask_of_index: dict[int, np.ndarray] = {}
     for leaf in leaves:
         mask = _selected_entries(leaf)
-        mask_of_others = mask_of_index.get(leaf.index, np.False_)
+        mask_of_others = mask_of_index.get(leaf.leaf_index, np.False_)
         if np.any(mask & mask_of_others):
             raise ValueError(
                 f"{CALL}: {leaf.role} names entries of the leaf "
                 f"{'/'.join(leaf.path)!r} that another role has too: {leaf.layout}. "
                 "Name the heads of each by Heads(..., heads=(start, stop))."
             )
-        mask_of_index[leaf.index] = mask | mask_of_others
+        mask_of_index[leaf.leaf_index] = mask | mask_of_others
 
 
 def _selected_entries(leaf: AttentionLeaf) -> np.ndarray:
@@ -551,7 +551,7 @@ def _attention_leaf(
             "among those of a head."
         )
     return AttentionLeaf(
-        index=index,
+        leaf_index=index,
         path=_path_names(path),
         rank=rank,
         role=role,
