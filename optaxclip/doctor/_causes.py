@@ -53,7 +53,8 @@ class Cause(NamedTuple):
     advice: str
     # Whether it is about how a log or an optimizer is set up, and not about what broke.
     is_of_setup: bool = False
-    # Whether it is no fault where a stage or a reward of the log changes with the loss.
+    # Whether other columns may say that nothing is wrong: a stage or a reward changes
+    # with the loss, or the network has learnt its task.
     may_be_right: bool = False
     takes_nonfinite: bool = False  # whether the rule also gets rows with NaN and inf
     least_rows: int = 1  # with fewer rows the cause is not judged
@@ -65,6 +66,7 @@ BAD_BATCH = "bad batch"
 CHANGE_OF_SCALE = "change of scale"
 DIVERGENCE = "divergence"
 LEARNING_RATE = "learning rate"
+SHRINKING_WEIGHTS = "shrinking weights"
 
 PAGE_AT_ONE_STEP = "docs/doctor.md (What changes at one step)"
 PAGE_OF_SPIKES = "docs/run_health.md (My loss spikes, or gradients explode)"
@@ -153,6 +155,7 @@ CAUSES = (
             "look at that batch: a clip shortens its step, skip_step leaves it out. If "
             "such steps become frequent, or the loss stays high, the rate is too high"
         ),
+        may_be_right=True,
         least_rows=3,
     ),
     Cause(
@@ -255,6 +258,18 @@ CAUSES = (
         page="docs/doctor.md (Record)",
         advice="look at the sign of weight decay, and at the learning rate",
         least_rows=40,
+    ),
+    Cause(
+        name=SHRINKING_WEIGHTS,
+        needs=signals.WEIGHTS,
+        rule=rules.shrinking,
+        # Weights that the rule finds end below a tenth of the first ones. The limit
+        # only decides which step is the first.
+        limit=2,
+        evidence="weights shrink: the first ones are {value:.3g} times as long",
+        page="docs/doctor.md (Record)",
+        advice="look at weight decay, and at what else scales or resets weights",
+        least_rows=20,
     ),
     Cause(
         name="lost updates",

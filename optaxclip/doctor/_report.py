@@ -20,6 +20,7 @@ from ._causes import (
     DIVERGENCE,
     LEAP_OF_RATE,
     LEARNING_RATE,
+    SHRINKING_WEIGHTS,
     Cause,
     Finding,
 )
@@ -27,6 +28,8 @@ from ._notes import notes_of
 
 # More bad batches than this come from the data or the rate.
 MOST_ACCIDENTS = 20
+# Spikes above this multiple of the first norms are no usual gradients of new examples.
+MUCH_LONGER = 2.0
 
 
 class Hit(NamedTuple):
@@ -226,7 +229,7 @@ def _judgement_of(run: signals.Run, log: Log) -> Judgement:
             judgement.findings_of_setup.append(_finding(cause, hits))
         elif hits:
             finding = _finding(cause, hits)
-            reason = _reason_of_rise(finding, log) if cause.may_be_right else None
+            reason = _innocent_reason(finding, run, log) if cause.may_be_right else None
             if reason is None:
                 judgement.findings.append(finding)
             else:
@@ -257,8 +260,15 @@ def _without_consequences(findings: list[Finding], run: signals.Run) -> list[Fin
     spikes_of_rate = [
         finding.first_steps for finding in findings if finding.cause == LEARNING_RATE
     ]
+    # Any update is long beside weights that shrank to nothing.
+    shrunk_step = min(
+        (finding.step for finding in findings if finding.cause == SHRINKING_WEIGHTS),
+        default=np.inf,
+    )
     kept: list[Finding] = []
     for finding in findings:
+        if finding.cause == LEARNING_RATE and finding.step > shrunk_step:
+            continue
         is_spike_of_others = finding.cause == BAD_BATCH and (
             finding.step in risen_steps or finding.first_steps in spikes_of_rate
         )
@@ -347,6 +357,42 @@ def _with_advice(finding: Finding, log: Log) -> Finding:
             if change is not None:
                 return finding._replace(advice=change)
     return finding
+
+
+def _innocent_reason(finding: Finding, run: signals.Run, log: Log) -> str | None:
+    """What explains a finding so that nothing is wrong. None if nothing does."""
+    if finding.cause == BAD_BATCH:
+        return _reason_of_spikes(finding, run)
+    return _reason_of_rise(finding, log)
+
+
+def _reason_of_spikes(finding: Finding, run: signals.Run) -> str | None:
+    """That the network knows most examples, so that others stand out. None unless the
+    loss ends far below its first level, and neither the loss nor a norm with spikes is
+    much higher than in the first 20 rows.
+    """
+    if run.leveled_loss is None:
+        return None
+    loss, levels = run.leveled_loss
+    if levels.last > rules.SOLVED * levels.first or _is_above_start(loss, 1):
+        return None
+    # In the first rows no example is known.
+    if finding.step in loss.steps[: rules.LONG_WINDOW]:
+        return None
+    for norm in run.gradient_norms:
+        if norm.name in finding.first_steps and _is_above_start(norm, MUCH_LONGER):
+            return None
+    return (
+        f"{loss.name!r} ends at {levels.last / levels.first:.2g} of its first rows, "
+        "and no norm is much longer than there. If a network knows most examples, "
+        "batches of others stand out"
+    )
+
+
+def _is_above_start(column: Column, factor: float) -> bool:
+    """Whether a row exceeds a factor times the highest of the first 20 rows."""
+    first_values, later_values = np.split(column.values, [rules.LONG_WINDOW])
+    return bool(np.any(later_values > factor * np.nanmax(first_values)))
 
 
 def _reason_of_rise(finding: Finding, log: Log) -> str | None:

@@ -60,6 +60,9 @@ def _shifted(values: Array) -> Array:
 
 # A spike over the median of the rows before.
 LEAST_SPIKE = 15.0
+# That median counts as at least this part of the first norms: a network that knows all
+# its examples has norms of rounding errors.
+LEAST_USUAL_NORM = 1e-6
 # A norm that has come back, over the median before the spike.
 LOW_AGAIN_OVER_USUAL = 5.0
 # A burst of bad batches has so many rows at most. Behind it the norm falls by a factor,
@@ -96,6 +99,7 @@ LARGEST_CHANGE_OF_SUM = 0.03
 LEAP = 5.0  # a level over the level five rows before, if it does not grow row by row
 SOLVED = 0.2  # the last losses over the first ones, if the task is solved
 VANISHED = 1000.0  # the first norms over the last ones, if the gradient vanishes
+SHRUNK = 10.0  # the first norm of the weights over the last one, if they shrink
 
 
 def not_finite(values: Array) -> Array:
@@ -107,7 +111,8 @@ def bad_batch(norm: Array) -> Array:
     rows, or the end of a burst within 100. If the log ends before that, the norm must
     leap: the row before must be low.
     """
-    usual_norm = usual_before(norm)
+    least_norm = LEAST_USUAL_NORM * np.median(norm[:LONG_WINDOW])
+    usual_norm = np.maximum(usual_before(norm), least_norm)
     low_norm = LOW_AGAIN_OVER_USUAL * usual_norm
     next_rows = _next_rows(norm, LONG_WINDOW)
     comes_back = next_rows.min(axis=1) < low_norm
@@ -327,6 +332,12 @@ def growth(values: Array) -> Array | float:
     if second_level == 0 or not np.all(factors > STEADY_GROWTH):
         return 0.0
     return _kept_levels(values) / second_level
+
+
+def shrinking(weights: Array) -> Array | float:
+    """The first norm of the weights over that of each row, if it ends far below it."""
+    factors = weights[0] / np.maximum(weights, np.finfo(float).tiny)
+    return factors if factors[-1] > SHRUNK else 0.0
 
 
 def late_growth(norm: Array) -> Array | float:

@@ -81,7 +81,7 @@ def test_what_needs_a_recorder_is_said_in_one_line():
     report = examine(rows_of(loss=calm(), grad_norm=calm()))
     needs = "record_health() in the optimizer, see docs/doctor.md (Record)"
     causes = [cause.name for cause in CAUSES if cause.needs in NEEDS_OF_RECORDER]
-    assert len(causes) == 6 and report.not_judged[needs] == causes
+    assert len(causes) == 7 and report.not_judged[needs] == causes
     assert [*report.not_judged.values()] == [causes, ["attention logits"]]
     # Beside a recorder, its options or its place are said.
     rows = rows_of(grad_norm=calm(), health__gradients__norm__w=calm())

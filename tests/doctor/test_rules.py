@@ -182,6 +182,41 @@ def test_a_spike_in_the_last_row_is_named():
     assert finding.evidence.endswith("times the median of the rows before")
 
 
+def learnt_by_heart():
+    """Norm and loss of a network that knows most examples, but not those of some steps:
+    nothing is above the first rows.
+    """
+    norms = np.concatenate([np.full(20, 5.0), np.geomspace(5.0, 0.01, 80)])
+    norms = np.append(norms, np.full(100, 0.01)) * noisy(200)
+    losses = changed(norms / 2, {150: 0.8, 170: 0.9})
+    return changed(norms, {150: 2.0, 170: 6.0}), losses
+
+
+def test_examples_that_a_network_does_not_know_yet_are_no_bad_batch():
+    norms, losses = learnt_by_heart()
+    report = examine(rows_of(grad_norm=norms, loss=losses))
+    assert report.findings == []
+    (note,) = [note for note in report.notes if "That may be right" in note]
+    assert "from step 150 on" in note or "from row 150 on" in note
+
+
+@pytest.mark.parametrize(
+    "norm, loss", [(50.0, 0.8), (2.0, 30.0), (2.0, NAN)], ids=["norm", "loss", "NaN"]
+)
+def test_a_batch_above_the_first_rows_is_bad_though_the_others_are_known(norm, loss):
+    norms, losses = learnt_by_heart()
+    rows = rows_of(
+        grad_norm=changed(norms, {160: norm}), loss=changed(losses, {160: loss})
+    )
+    expected = "not finite" if np.isnan(loss) else "bad batch"
+    assert found(rows, expected) is not None
+
+
+def test_rounding_errors_of_a_known_task_are_no_usual_norm():
+    norms = changed(np.geomspace(1.0, 1e-30, 60), {40: 1e-12})
+    assert found(rows_of(grad_norm=norms), "bad batch") is None
+
+
 @pytest.mark.parametrize("rate", [0.2, 0.5, 1.0])
 def test_norms_that_grow_until_they_are_nan_are_no_bad_batch(rate):
     growing = np.exp(rate * np.arange(15.0))
@@ -738,6 +773,23 @@ def test_weights_that_grow_are_named():
     columns["health__updates__weight_norm__a"] = np.arange(1.0, 301.0)
     columns["health__updates__norm__a"] = np.ones(300)
     assert found(rows_of(**columns), "growing weights") is None
+
+
+def test_weights_that_shrink_are_named_and_not_the_rate():
+    lengths = np.append(np.full(50, 8.0), 8.0 * 0.9 ** np.arange(50))
+    columns = of_updates(np.full(100, 0.01))
+    columns["health__updates__weight_norm__a"] = lengths
+    columns["health__updates__norm__a"] = np.full(100, 0.08)
+    rows = rows_of(**columns)
+    finding = found(rows, "shrinking weights")
+    assert finding.step == 50 + np.argmax(0.9 ** np.arange(50) < 0.5)
+    assert finding.value == pytest.approx(0.9**-49)
+    # Beside such weights any update is long.
+    assert np.any(0.08 / lengths > 0.075)
+    assert found(rows, "learning rate") is None
+    # Weight decay of usual strength.
+    columns["health__updates__weight_norm__a"] = np.geomspace(8.0, 2.0, 100)
+    assert found(rows_of(**columns), "shrinking weights") is None
 
 
 def test_updates_that_are_rounded_away_are_named():
