@@ -80,7 +80,14 @@ def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
     if "\0" in text:
         raise ValueError(f"the file is binary. {FORMATS_TEXT}.")
     if pattern is not None:
-        return _rows_of_pattern(_with_decimal_points(text, notes), pattern)
+        notes_on_commas: Notes = []
+        with suppress(ValueError):
+            text_with_points = _with_decimal_points(text, notes_on_commas)
+            rows = _rows_of_pattern(text_with_points, pattern)
+            notes += notes_on_commas
+            return rows
+        # The pattern may have the commas itself.
+        return _rows_of_pattern(text, pattern)
     notes_on_rows: Notes = []
     rows = _rows_of_table(text, notes_on_rows) or _rows_of_dicts(text, notes_on_rows)
     # A program may print its settings as a dict, and then a text with more numbers.
@@ -123,11 +130,11 @@ def _cleaned_text(data: bytes) -> str:
 
 def _with_decimal_points(text: str, notes: Notes) -> str:
     """A text such as "loss 2,5 norm 0,83" with points in the place of commas. It has
-    no loss and no norm with a decimal point.
+    no loss and no norm with a decimal point, as in 0.83 or 1,234.5.
     """
     label = r"(?i)(loss|norm)[ :=]+[-+]?"
     has_commas = re.search(label + r"\d+,\d", text)
-    if not has_commas or re.search(label + r"\d*\.\d", text):
+    if not has_commas or re.search(label + r"[\d,]*\.\d", text):
         return text
     notes.append("Commas between digits are read as decimal points.")
     return re.sub(r"(?<=\d),(?=\d)", ".", text)
@@ -409,7 +416,7 @@ def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
         if row:
             rows.append(row)
     if not rows:
-        advice = _advice_for_text(_frequent_pattern(text))
+        advice = _advice_for_text(_frequent_pattern(_with_decimal_points(text, [])))
         raise ValueError(f"pattern '{pattern}' fits no line. {advice}")
     return rows
 

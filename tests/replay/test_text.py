@@ -262,6 +262,8 @@ def test_commas_between_thousands_do_not_end_a_number(tmp_path):
     for line in ("loss 2.5 norm {:,.2f}", "loss 2.5,norm {:,.2f}, 5 ms"):
         path.write_text("\n".join(map(line.format, norms)))
         assert read_log(path, "test").columns["grad_norm"].values.tolist() == norms
+    path.write_text("\n".join(f"loss {x:,.1f}" for x in (1234.5, 2345.5, 1200.5)))
+    assert read_log(path, "test").columns["loss"].values[0] == 1234.5
     # Without a point this may be a decimal comma.
     path.write_text("step;norm\n0;1,5\n1;2,500\n")
     assert read_history(path).tolist() == [1.5, 2.5]
@@ -279,6 +281,9 @@ def test_decimal_commas_are_read_as_points(tmp_path):
     norms = [step / 100 for step in range(10, 50)]
     assert log.columns["grad_norm"].values.tolist() == norms
     assert "Commas between digits are read as decimal points." in log.notes
+    pattern = r"loss (?P<loss>\d),(?P<tenths>\d)"
+    log = read_log(path, "read_history", pattern=pattern)
+    assert log.columns["tenths"].values.tolist() == [5.0] * 40 and log.notes == []
 
 
 def test_of_the_parts_of_a_pattern_only_those_that_are_needed_stay(text_file):
