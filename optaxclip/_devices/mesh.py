@@ -279,13 +279,14 @@ def _names_of_split(
 
 def _names_of_spec(array: Array, spec: PartitionSpec, argument: str) -> list[AxisNames]:
     """For each axis of an array the manual mesh axes that split it."""
-    manual = manual_axes()
+    spec_names = set(chain.from_iterable(map(names_in, spec)))
+    bound = {name for name in spec_names if _is_bound(name)}
     names_by_axis: list[AxisNames] = [()] * jnp.ndim(array)
     # Outside shard_map specs change nothing, so they may name any axis.
-    if not manual:
+    if not bound and not manual_axes():
         return names_by_axis
     mesh_names = jax.sharding.get_abstract_mesh().axis_names
-    unknown = set(chain.from_iterable(map(names_in, spec))) - set(mesh_names)
+    unknown = spec_names - bound - set(mesh_names)
     if unknown:
         raise ValueError(
             f"{argument}={shown(spec)} names {listed(unknown)}, but there is no "
@@ -298,7 +299,7 @@ def _names_of_spec(array: Array, spec: PartitionSpec, argument: str) -> list[Axi
         )
     for axis, names in enumerate(map(names_in, spec)):
         # Other mesh axes belong to jit, which adds the collectives.
-        names_by_axis[axis] = tuple(name for name in names if name in manual)
+        names_by_axis[axis] = tuple(name for name in names if name in bound)
     return names_by_axis
 
 
@@ -309,20 +310,27 @@ def names_in(entry: str | tuple[str, ...] | None) -> AxisNames:
     return entry if isinstance(entry, tuple) else (entry,)
 
 
+def _is_bound(name: str) -> bool:
+    """Whether a name is a manual mesh axis, or the axis name of a vmap."""
+    # The mesh does not list axis names of vmap, which lax.axis_size finds.
+    try:
+        lax.axis_size(name)
+    except NameError:
+        return False
+    return True
+
+
 def check_bound(names: AxisNames, argument: str) -> None:
     """Raises ValueError for a name that is not a mesh axis here."""
     for name in names:
-        # The mesh does not list axis names of vmap, which lax.axis_size finds.
-        try:
-            lax.axis_size(name)
-        except NameError:
+        if not _is_bound(name):
             if manual_axes():
                 hint = f"There is {listed(manual_axes())}."
             else:
                 hint = "Outside shard_map and pmap there is none, and none is needed."
             raise ValueError(
                 f"{argument}={shown(name)}: there is no such axis here. {hint}"
-            ) from None
+            )
 
 
 # ---------------------------------------------------------------------- collectives
@@ -449,7 +457,9 @@ def check_replicated(tree: PyTree, mesh_axes: str | tuple[str, ...]) -> Array:
         # Numbers of 4 bits have no bytes of their own.
         if leaf.dtype.itemsize == 1:
             leaf = leaf.astype(np.float32)
-        # Bytes are compared, so NaN equals itself and 0 differs from -0.
+        # Bytes are compared, so 0 differs from -0. NaN has several forms.
+        if jnp.issubdtype(leaf.dtype, np.inexact):
+            leaf = jnp.where(jnp.isnan(leaf), jnp.nan, leaf)
         numbers = varying_over(jnp.atleast_1d(leaf).view(np.uint8), names)
         different |= jnp.any(lax.pmax(numbers, names) != lax.pmin(numbers, names))
     return ~different
