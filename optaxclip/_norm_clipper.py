@@ -560,8 +560,8 @@ def clip_once(
     if is_function(limit) or is_rule(limit):
         raise TypeError(
             f"{call}: {limit_argument} must be a number, got {shown(limit)}. A "
-            "schedule or a rule needs a state, which "
-            "optaxclip.clip_by_global_norm(limit) has."
+            "schedule or a rule needs the state of a transformation, such as "
+            "optaxclip.clip_by_global_norm(limit)."
         )
     # Built in each call. Settings are compared by value, so nothing compiles anew.
     clipper = make_clipper(

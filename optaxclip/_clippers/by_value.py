@@ -47,7 +47,8 @@ def clip_by_value(
     | between its bounds | itself, bit for bit, but -0.0 at a bound of 0 may      |
     |                    | become 0.0                                             |
     | NaN                | NaN                                                    |
-    | infinite           | the bound. A complex one becomes NaN                   |
+    | infinite           | the bound, or NaN if it is complex. Without a bound    |
+    |                    | itself                                                 |
     | complex            | limited by modulus. It takes one bound                 |
     | float              | limited by the bound as its dtype holds it, which may  |
     |                    | be larger: 0.1 is 0.1001 in bfloat16                   |

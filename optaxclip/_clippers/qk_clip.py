@@ -5,6 +5,7 @@ An attention is the leaves below the longest common path of a query leaf and a k
 layer_0/attention/query/kernel and layer_0/attention/key/kernel share layer_0/attention.
 A leaf may hold queries and keys, such as GPT-2's h_0/attn/c_attn/kernel. Its attention
 is the leaf alone. If a fused bias stands beside it, the attention is h_0/attn/c_attn.
+A query alone in layer_0 and a key alone in layer_1 are an attention too, "".
 """
 
 from __future__ import annotations
@@ -140,10 +141,11 @@ def qk_clip(
       The name of an attention is the path that its query and key have in common.
 
     Raises:
-      ValueError: a pattern that finds no leaf, a query without a key beside it, an axis
-        or heads that the leaf does not have, entries of a leaf with two roles, an alpha
-        outside [0, 1], a negative limit, a rule that compares norms with weights, or
-        `update` without params or with `max_logits` that do not fit the attentions.
+      ValueError: a pattern that finds no leaf, a query without a key in its attention,
+        an axis or heads that the leaf does not have, entries of a leaf with two roles,
+        an alpha outside [0, 1], a negative limit, a rule that compares norms with
+        weights, or `update` without params or with `max_logits` that do not fit the
+        attentions.
       TypeError: a limit or an alpha that is not a number, a bool as an axis, or
         `queries`, `keys` or `rotary` that is neither a dict nor a function.
 

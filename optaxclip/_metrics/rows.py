@@ -224,13 +224,14 @@ def _numbers_of_entries(state: ClipState) -> ClipNumbers:
     has_units = bool(state.names.unit_leaves)
     is_changed = state.units_clipped > 0 if has_units else state.factor != 1
     # A broken step was not clipped. With nonfinite="propagate" its factor is NaN. With
-    # "zero" it is 0, as for a norm that was dropped: a shrink of the user's that
-    # returns NaN then counts as a clip.
+    # "zero" it is 0, like the factor of a norm that `drop` clips. So with "zero" a step
+    # that is broken only because a shrink of the user's returned NaN counts as clipped.
     is_sound = are_sound(state.norm, state.limit) & jnp.isfinite(state.factor)
     is_clipped = is_changed & is_sound
     clipped_count = _float32(state.clipped)
     # The factor new_norm / norm is cut to the range of its dtype. Where it was cut,
-    # norm * factor is not the new norm, which is the limit.
+    # norm * factor is not the new norm. The limit is, unless a shrink of the user's
+    # goes elsewhere: the state does not tell.
     factor = state.factor
     factor_range = jnp.finfo(factor.dtype)
     is_cut = (factor == factor_range.tiny) | (factor == factor_range.max)
