@@ -20,9 +20,10 @@ same, or to leave out one along which it varies. Norms that keep axes of a leaf 
 stacked layers) need a PartitionSpec where that leaf is split, because a name alone does
 not say which of its axes is split.
 
-In this module `axes` are axes of an array, `mesh_axes` is the option, `names` are names
-of mesh axes, and `leaf_name` is the path of a leaf. In errors `argument` is
-"clip_by_global_norm: mesh_axes", and `argument_and_value` ends with "mesh_axes='x'".
+In this module `axes` are axes of an array, `mesh_axes` is the option, `names` and
+`mesh_axes_of_...` are names of mesh axes, and `leaf_name` is the path of a leaf. In
+errors `argument` is "clip_by_global_norm: mesh_axes", and `argument_and_value` ends
+with "mesh_axes='x'".
 """
 
 from __future__ import annotations
@@ -56,7 +57,6 @@ from .mesh_types import (
 MeshAxes: TypeAlias = (
     "str | PartitionSpec | Mapping[Any, MeshAxes] | Sequence[MeshAxes] | None"
 )
-FORMS = "'auto', None, names of mesh axes, or a tree of PartitionSpecs"
 
 
 class Split(NamedTuple):
@@ -85,7 +85,7 @@ class Split(NamedTuple):
             example = ", ".join(map(repr, self.names))
             raise ValueError(
                 f"{self.error_start} of shape {shape} is split over "
-                f"{listed(self.names)}, but not which of its dimensions is, and its "
+                f"{listed(self.names)}, but not which of its dimensions is split. Its "
                 "norms are taken over some of them only: give a tree of "
                 "PartitionSpecs, such as "
                 f"mesh_axes=jax.sharding.PartitionSpec({example})."
@@ -139,7 +139,10 @@ def static_mesh_axes(mesh_axes: MeshAxes | Prefix, call: str) -> MeshAxes | Pref
         return mesh_axes
     for entry in jax.tree.leaves(mesh_axes, is_leaf=_is_entry):
         if not _is_entry(entry):
-            raise TypeError(f"{call}: mesh_axes must be {FORMS}, got {shown(entry)}.")
+            raise TypeError(
+                f"{call}: mesh_axes must be 'auto', None, names of mesh axes, or a "
+                f"tree of PartitionSpecs, got {shown(entry)}."
+            )
     # An empty list may be an empty tree.
     if isinstance(mesh_axes, list) and {type(entry) for entry in mesh_axes} == {str}:
         raise TypeError(
@@ -350,7 +353,7 @@ def joined_over_devices(
     """psum or pmax of each array over its own mesh axes. All arrays have one dtype.
     Those that share their mesh axes travel as one vector, in one collective.
     """
-    totals = list(arrays)
+    joined = list(arrays)
     # The indices of the arrays that form a vector. A dict keeps its order. The order of
     # a set may differ between processes, which would then wait for different
     # collectives.
@@ -358,7 +361,7 @@ def joined_over_devices(
     for index, (array, names) in enumerate(zip(arrays, names_of_arrays)):
         if names:
             array = varying_over(array, names)
-            totals[index] = array
+            joined[index] = array
             # A vector has one type. An array that an Explicit mesh splits cannot be
             # reshaped, so it is a vector of its own.
             is_sharded = any(jax.typeof(array).sharding.spec)
@@ -366,14 +369,14 @@ def joined_over_devices(
             indices_of_vector.setdefault(key, []).append(index)
     for (names, _, _), indices in indices_of_vector.items():
         if len(indices) == 1:
-            totals[indices[0]] = collective(totals[indices[0]], names)
+            joined[indices[0]] = collective(joined[indices[0]], names)
             continue
-        flat = [totals[index].reshape(-1) for index in indices]
+        flat = [joined[index].reshape(-1) for index in indices]
         vector = collective(jnp.concatenate(flat), names)
         array_types = [jax.typeof(arrays[index]) for index in indices]
-        for index, total in zip(indices, entries_of(vector, array_types)):
-            totals[index] = total
-    return totals
+        for index, array in zip(indices, entries_of(vector, array_types)):
+            joined[index] = array
+    return joined
 
 
 def placed_among_zeros(numbers: Array, mesh_axes_of_kept: Sequence[AxisNames]) -> Array:
@@ -383,10 +386,10 @@ def placed_among_zeros(numbers: Array, mesh_axes_of_kept: Sequence[AxisNames]) -
     The last axes of `numbers` are the axes of the leaf, each split over its entry of
     `mesh_axes_of_kept`.
     """
-    first_axis = numbers.ndim - len(mesh_axes_of_kept)
-    shape = global_shape(numbers.shape, [()] * first_axis + [*mesh_axes_of_kept])
-    starts = [np.int32(0)] * first_axis
-    starts += _starts(numbers.shape[first_axis:], mesh_axes_of_kept)
+    leading_count = numbers.ndim - len(mesh_axes_of_kept)
+    shape = global_shape(numbers.shape, [()] * leading_count + [*mesh_axes_of_kept])
+    starts = [np.int32(0)] * leading_count
+    starts += _starts(numbers.shape[leading_count:], mesh_axes_of_kept)
     zeros = typed_as(jnp.zeros(shape, numbers.dtype), jax.typeof(numbers))
     return lax.dynamic_update_slice(zeros, numbers, starts)
 
