@@ -25,7 +25,7 @@ Words of this and the modules around it:
     whole leaf a leaf that is one tensor or a stack of layers, and not units
     block      norms that are decided as one array: the norm of everything, the vector
                of all whole leaves, or the units of one leaf (`_state/blocks.py`)
-    row        a number of the state, with an entry for each norm (`_state/packed.py`)
+    row        an array of the state with an entry for each norm (`_state/packed.py`)
     memory     what a rule remembers. Arrays in it with one number for each norm are
                rows, too
     window     an array of a memory that is not a row, such as the last 100 norms
@@ -95,9 +95,9 @@ class Settings(NamedTuple):
     measure: Measure
     shrink: Shrink
     nonfinite: Nonfinite
-    limit_is_none: bool  # it only measures, unless `update` is given a limit
+    only_measures: bool  # the limit is None. `update` may still be given one
     rules_treedef: Any  # of the rules. Their numbers are arguments of `_update`
-    with_params: bool  # whether a rule needs the norms of the weights
+    needs_params: bool  # whether a rule needs the norms of the weights
     # Whether a limit of inf lets broken norms pass, see `Rule`. In a tree of limits all
     # rules must do so.
     inf_is_off: bool
@@ -144,7 +144,7 @@ def make_clipper(
     rule_numbers, treedef = jax.tree.flatten(rules)
     # `is_function`, not `callable`: an equinox module that holds limits is callable,
     # but is a tree of limits and no schedule.
-    numbers_and_schedules = jax.tree.leaves(rules, is_leaf=is_function)
+    rule_fields = jax.tree.leaves(rules, is_leaf=is_function)
     settings = Settings(
         call=call,
         limit_in_errors=limit_in_errors,
@@ -152,11 +152,11 @@ def make_clipper(
         # None is `hard`.
         shrink=shrink_of(shrink, call),
         nonfinite=nonfinite,
-        limit_is_none=limit is None,
+        only_measures=limit is None,
         rules_treedef=treedef,
-        with_params=any(rule.needs_params for rule in rule_list),
+        needs_params=any(rule.needs_params for rule in rule_list),
         inf_is_off=all(rule.inf_is_off for rule in rule_list),
-        has_schedule=any(is_function(number) for number in numbers_and_schedules),
+        has_schedule=any(is_function(field) for field in rule_fields),
     )
 
     def init(params: PyTree) -> ClipState:
@@ -201,11 +201,11 @@ def make_clipper(
             checks.check_state(call, state, ClipState)
         overrides = _checked_overrides(call, grad_norm, limit)
         tree = gradients_of(call, updates, params)
-        if not settings.limit_is_none and not jax.tree.leaves(tree):
+        if not settings.only_measures and not jax.tree.leaves(tree):
             warn_of_integers(call, updates)
         # The weights are an argument of the program only if a rule reads them.
         weights = None
-        if settings.with_params:
+        if settings.needs_params:
             weights = weights_of(call, tree, params)
         arguments = settings, rule_numbers, eps, tree, state, weights, overrides
         if settings.has_schedule and isinstance(state.counts, Tracer):
@@ -240,8 +240,8 @@ def _measure_for_init(measure: Any) -> Measure:
     """
     # Norms of the user's and the spectral norm have no mesh_axes.
     mesh_axes = getattr(measure, "mesh_axes", None)
-    # "auto" names no mesh axis where none is bound. Left as it is, so that the first
-    # update finds the trace of `measured`.
+    # "auto" names no mesh axis where none is bound. The first update then has the same
+    # measure, and finds the trace of `measured`.
     if mesh_axes in (None, "auto") or mesh_types.manual_axes():
         return measure
     not_split = None
@@ -282,7 +282,7 @@ def _update(
     roots: dict[str, Array] = {}
     # A clipper that only measures returns its input: even a product with 1 would be
     # written to a new array.
-    changes_updates = overrides.limit is not None or not settings.limit_is_none
+    changes_updates = overrides.limit is not None or not settings.only_measures
     for block in blocks_of(norms, names, state, settings.call):
         # 2. Limit
         memory = memories[block.leaf_of_units]
@@ -312,7 +312,7 @@ class RuleInputs(NamedTuple):
     """The inputs that the rules of all blocks share."""
 
     # `limit_and_memory_of` of rules/_rule.py, jitted or not
-    ask_rule: Callable[..., tuple[Array, PyTree]]
+    compute_limit: Callable[..., tuple[Array, PyTree]]
     step: Array
     rules: PyTree  # one rule, or a tree prefix of rules: fixed limits of parts
     rule_of_name: dict[str, Rule]  # of each norm
@@ -326,7 +326,7 @@ class RuleInputs(NamedTuple):
         """The limit of a norm, or of each norm of a vector, and the new memory."""
         step = mesh_types.narrowed_as(self.step, norm)
         extra_norms = extra_norms_of(rule, weight_norm, self.total)
-        return self.ask_rule(rule, norm, memory, step, *extra_norms)
+        return self.compute_limit(rule, norm, memory, step, *extra_norms)
 
 
 class Limits(NamedTuple):
@@ -350,7 +350,7 @@ def _rule_inputs(
     rules = settings.rules_treedef.unflatten(rule_numbers)
     rules_in_order = blocks.rules_of_norms(rules, norms, settings.limit_in_errors)
     weight_norm_of_name = {}
-    if settings.with_params:
+    if settings.needs_params:
         weight_norms = measured(settings.measure, weights).values
         weight_norm_of_name = dict(zip(names, weight_norms))
     given_limit_of_name = None
@@ -363,11 +363,11 @@ def _rule_inputs(
     if any(rule.needs_total for rule in rules_in_order):
         total = total_norm(norms)
     if settings.has_schedule:
-        ask_rule = limit_and_memory_of
+        compute_limit = limit_and_memory_of
     else:
-        ask_rule = limit_and_memory_of_jitted
+        compute_limit = limit_and_memory_of_jitted
     return RuleInputs(
-        ask_rule=partial(ask_rule, argument=settings.limit_in_errors),
+        compute_limit=partial(compute_limit, argument=settings.limit_in_errors),
         step=state.step,
         rules=rules,
         rule_of_name=dict(zip(names, rules_in_order)),
@@ -382,7 +382,7 @@ def _limits_of_block(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits
     `memory` is what the rule of the block remembers.
     """
     if isinstance(inputs.rules, Rule):
-        limits = _limits_by_one_rule(inputs, inputs.rules, block, memory)
+        limits = _limits_by_one_rule(inputs, block, memory)
     else:
         # The rules of parts remember nothing.
         limit_of_name = _limits_norm_by_norm(inputs, block)
@@ -394,10 +394,9 @@ def _limits_of_block(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits
     return Limits(limit, inputs.given_limit_of_name, limits.memory)
 
 
-def _limits_by_one_rule(
-    inputs: RuleInputs, rule: Rule, block: Block, memory: PyTree
-) -> Limits:
+def _limits_by_one_rule(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits:
     """The limits of a block, by the rule of all norms."""
+    rule = inputs.rules
     if block.is_vector:
         rule = blocks.rule_of_vector(rule, [*block.norm_of_name.values()])
     weight_norm = None
@@ -410,9 +409,10 @@ def _limits_by_one_rule(
     remembers = len(jax.tree.leaves(memory)) > 0
     if rule.needs_params and block.is_vector and not remembers:
         # On a TPU `factor_roots` computes the root of each leaf again, from the leaf's
-        # own norm and limit. Taken from the vector, a limit that follows the weights
-        # would wait for the weight norms of all leaves. On other platforms nothing uses
-        # these second limits, and XLA removes them.
+        # own norm and limit, so that no leaf waits for all others. It says what that
+        # gains. A limit taken from the vector would wait for the weight norms of all
+        # leaves, so each limit is computed a second time. On other platforms nothing
+        # uses these second limits, and XLA removes them.
         limit_of_name = _limits_norm_by_norm(inputs, block)
     else:
         limit_of_name = block.by_name(limit)
@@ -457,8 +457,8 @@ def _numbers_for_norms(
         # shapes of its arrays, and refuse to hold norms.
         numbers = tree.values
     else:
-        # In the structure in which the norm functions return norms. Trees of shapes are
-        # not compared: a pytree class of the user's may have no `==`.
+        # In the structure in which the norm functions return norms. Lists of shapes are
+        # compared, not trees of shapes: a pytree class of the user's may have no `==`.
         local_norms = jax.eval_shape(norms.local_values)
         wanted_shapes = [norm.shape for norm in local_norms]
         shapes = [jnp.shape(number) for number in jax.tree.leaves(tree)]
@@ -499,8 +499,8 @@ def _decide(settings: Settings, eps: ArrayLike, norm: Array, limit: Array) -> De
     new_norm_if_broken = 0.0 if settings.nonfinite == "zero" else jnp.nan
     new_norm = jnp.where(is_sound, new_norm, new_norm_if_broken)
     # Under a limit of inf that the user set, updates pass untouched, NaN included: both
-    # norms become 1, so the factor is 1. Only nonfinite="raise" still raises. A rule
-    # that says inf because it has no limit yet lets no broken step pass.
+    # norms become 1, so the factor is 1. Only nonfinite="raise" still raises. Under a
+    # rule that returns inf because it has no limit yet, a broken step does not pass.
     if settings.inf_is_off:
         is_off = limit == jnp.inf
         new_norm = jnp.where(is_off, 1.0, new_norm)
@@ -560,8 +560,8 @@ def clip_once(
     if is_function(limit) or is_rule(limit):
         raise TypeError(
             f"{call}: {limit_argument} must be a number, got {shown(limit)}. A "
-            "schedule or a rule needs a state, which "
-            "optaxclip.clip_by_global_norm(limit) has."
+            "schedule or a rule needs the state of a transformation, such as "
+            "optaxclip.clip_by_global_norm(limit)."
         )
     # Built in each call. Settings are compared by value, so nothing compiles anew.
     clipper = make_clipper(
@@ -579,8 +579,8 @@ def without_overrides(extra_args: Mapping[str, object]) -> dict[str, Any]:
     """The extra arguments of an `update`, without the norms and limits that a chain
     hands to all of its links.
     """
-    arguments = {}
-    for name, value in extra_args.items():
-        if name not in Overrides._fields:
-            arguments[name] = value
-    return arguments
+    return {
+        name: value
+        for name, value in extra_args.items()
+        if name not in Overrides._fields
+    }

@@ -47,7 +47,8 @@ def clip_by_value(
     | between its bounds | itself, bit for bit, but -0.0 at a bound of 0 may      |
     |                    | become 0.0                                             |
     | NaN                | NaN                                                    |
-    | infinite           | the bound. A complex one becomes NaN                   |
+    | infinite           | the bound, or NaN if it is complex. Without a bound    |
+    |                    | itself                                                 |
     | complex            | limited by modulus. It takes one bound                 |
     | float              | limited by the bound as its dtype holds it, which may  |
     |                    | be larger: 0.1 is 0.1001 in bfloat16                   |
@@ -208,8 +209,8 @@ def _pairs_of_bounds(lower: Prefix, upper: Prefix) -> Iterator[tuple[Any, Any]]:
     for path in lower_by_path | upper_by_path:
         lower_path = covering_path(path, lower_by_path)
         upper_path = covering_path(path, upper_by_path)
-        # One of the arguments may have bounds for parts of this path, which have paths
-        # of their own here.
+        # With max_value=1 and min_value={"w": 0} no lower bound covers the path of 1.
+        # The two are paired at the path of 0.
         if lower_path is not None and upper_path is not None:
             yield lower_by_path[lower_path], upper_by_path[upper_path]
 
@@ -261,10 +262,11 @@ def _clipped_leaf(
         new_modulus = jnp.where(is_above, largest, jnp.ones_like(largest))
         return jnp.where(is_above, with_modulus(new_modulus, x), x)
     smallest, largest = _bounds_in_dtype(lower, upper, dtype)
+    # JAX may be set to refuse arrays of different ranks (jax_numpy_rank_promotion).
     smallest = jnp.broadcast_to(smallest, x.shape)
     largest = jnp.broadcast_to(largest, x.shape)
     # Where schedules cross the upper bound wins, as in `optax.clip`.
-    return jnp.clip(x, smallest, largest).astype(x.dtype)
+    return jnp.clip(x, smallest, largest)
 
 
 def _bounds_in_dtype(

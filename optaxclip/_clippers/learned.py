@@ -57,7 +57,7 @@ def autoclip(
     No norm has to be known beforehand, and the loss may be scaled at will: multiply it
     by a constant, and limits and norms follow together. A low percentile (the paper's
     10) makes nearly every step as long as a short one. If norms grow during the run,
-    limits follow only as old norms leave the window.
+    limits lag behind, because old norms stay in the window.
 
     Args:
       percentile: in [0, 100]: 0 clips to the shortest gradient, 100 never clips. A
@@ -66,9 +66,8 @@ def autoclip(
         of steps of the run to have that. The length is part of the state: a restored
         state goes on with its own.
       cap: a fixed limit besides. Without one the first gradient passes, whatever its
-        norm. Later spikes pass too, while most norms in the window are as large. At
-        least 0, None for none. A number or a schedule. The percentile does not depend
-        on it.
+        norm. A later spike passes too if the percentile is as large as it. At least 0,
+        None for none. A number or a schedule. The percentile does not depend on it.
       scope: "global", "tensor", or labels: a tree prefix of them, a function that makes
         one from the tree, or a function of path and leaf.
       stacked: with scope="tensor", which axes of a leaf index its layers, each with a

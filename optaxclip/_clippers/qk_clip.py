@@ -5,6 +5,7 @@ An attention is the leaves below the longest common path of a query leaf and a k
 layer_0/attention/query/kernel and layer_0/attention/key/kernel share layer_0/attention.
 A leaf may hold queries and keys, such as GPT-2's h_0/attn/c_attn/kernel. Its attention
 is the leaf alone. If a fused bias stands beside it, the attention is h_0/attn/c_attn.
+A query alone in layer_0 and a key alone in layer_1 are an attention too, "".
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from .._norms.norms import UserNorm
 from .._numbers import norm_dtype
 from .._state.interop import is_placeholder
 from .._state.state import ClipState
-from .._trees import PyTree, leaves_to_clip, put_back
+from .._trees import PyTree, Shape, leaves_to_clip, put_back
 from ..rules._limits import Limit, rule_without_params
 
 CALL = "qk_clip"
@@ -73,17 +74,16 @@ class Heads(NamedTuple):
 
 # Which leaves have heads, and where: {pattern of paths: axis or Heads}, or a function
 # of path and leaf.
-Where = Mapping[str, Any] | Callable[[str, Any], Any]
+HeadsByPath = Mapping[str, Any] | Callable[[str, Any], Any]
 Path = tuple[str, ...]
-Shape = tuple[int, ...]
 
 
 def qk_clip(
     max_logit: Limit = 100.0,
     *,
-    queries: Where,
-    keys: Where,
-    rotary: Where | None = None,
+    queries: HeadsByPath,
+    keys: HeadsByPath,
+    rotary: HeadsByPath | None = None,
     alpha: ArrayLike = 0.5,
 ) -> optax.GradientTransformationExtraArgs:
     """Shrinks the query and key weights of each head whose attention logits exceed
@@ -140,10 +140,11 @@ def qk_clip(
       The name of an attention is the path that its query and key have in common.
 
     Raises:
-      ValueError: a pattern that finds no leaf, a query without a key beside it, an axis
-        or heads that the leaf does not have, entries of a leaf with two roles, an alpha
-        outside [0, 1], a negative limit, a rule that compares norms with weights, or
-        `update` without params or with `max_logits` that do not fit the attentions.
+      ValueError: a pattern that finds no leaf, a query without a key in its attention,
+        an axis or heads that the leaf does not have, entries of a leaf with two roles,
+        an alpha outside [0, 1], a negative limit, a rule that compares norms with
+        weights, or `update` without params or with `max_logits` that do not fit the
+        attentions.
       TypeError: a limit or an alpha that is not a number, a bool as an axis, or
         `queries`, `keys` or `rotary` that is neither a dict nor a function.
 
@@ -222,8 +223,8 @@ class AttentionLeaf(NamedTuple):
     rank: int
     role: str  # "queries", "keys" or "rotary"
     layout: Heads
-    # The axes of layers, of heads, and of the entries of a head where these have one.
-    axes: tuple[int, ...]
+    layer_axes: tuple[int, ...]
+    head_axes: tuple[int, ...]  # of heads, and of their entries if these have their own
     selected_shape: Shape  # layers, and the heads that `layout.heads` selects
     all_head_count: int  # heads of the leaf
     all_entry_count: int  # entries of a head, of which `layout.entries` selects some
@@ -291,11 +292,12 @@ def _scale_of(leaf: AttentionLeaf, factors: Array) -> Array:
     ones = jnp.ones(shape, factors.dtype)
     scale = ones.at[..., heads, entries].multiply(factors[..., None])
     # In the leaf heads and their entries may share an axis.
-    if scale.ndim > len(leaf.axes):
+    if len(leaf.head_axes) == 1:
         scale = scale.reshape((*scale.shape[:-2], -1))
     # The axes in the order of the leaf, with size 1 on all of its other axes.
-    scale = scale.transpose(np.argsort(leaf.axes))
-    return jnp.expand_dims(scale, other_axes(leaf.axes, leaf.rank))
+    axes = leaf.layer_axes + leaf.head_axes
+    scale = scale.transpose(np.argsort(axes))
+    return jnp.expand_dims(scale, other_axes(axes, leaf.rank))
 
 
 def _update_of_scaled_weight(update: Array, weight: ArrayLike, scale: Array) -> Array:
@@ -391,7 +393,7 @@ def _attention_of_array(path: Path, attention_paths: list[Path]) -> Path | None:
 # ------------------------------------------------------ which leaves have which heads
 
 
-def _attentions_of(roles: dict[str, Where], tree: PyTree) -> list[Attention]:
+def _attentions_of(roles: dict[str, HeadsByPath], tree: PyTree) -> list[Attention]:
     """The attentions of a tree. `roles` has the arguments `queries`, `keys` and
     `rotary` of `qk_clip`, by name, without a `rotary` that is None.
 
@@ -451,12 +453,10 @@ def _selected_entries(leaf: AttentionLeaf) -> np.ndarray:
     """
     mask = np.zeros((leaf.all_head_count, leaf.all_entry_count), bool)
     mask[slice(*leaf.layout.heads), slice(*leaf.layout.entries)] = True
-    # The axes of heads and entries, without those of layers.
-    axes = leaf.axes[len(leaf.selected_shape) - 1 :]
     # Heads and their entries may share one axis.
-    if len(axes) == 1:
+    if len(leaf.head_axes) == 1:
         mask = mask.ravel()
-    return np.expand_dims(mask, other_axes(axes, leaf.rank))
+    return np.expand_dims(mask, other_axes(leaf.head_axes, leaf.rank))
 
 
 def _attention_path(leaf: AttentionLeaf, leaves: list[AttentionLeaf]) -> Path:
@@ -480,7 +480,7 @@ def _attention_path(leaf: AttentionLeaf, leaves: list[AttentionLeaf]) -> Path:
 
 
 def _leaves_of_role(
-    role: str, where: Where, leaves_with_path: list[Any]
+    role: str, where: HeadsByPath, leaves_with_path: list[Any]
 ) -> list[AttentionLeaf]:
     """The leaves that `queries`, `keys` or `rotary` names."""
     if not isinstance(where, Mapping) and not callable(where):
@@ -489,8 +489,7 @@ def _leaves_of_role(
             f"of heads, or a function of path and leaf, got {shown(where)}."
         )
     leaves = []
-    # The patterns that have matched no leaf so far.
-    unmatched_patterns = [] if callable(where) else list(where)
+    matched_patterns: set[str] = set()
     for index, (path, array) in enumerate(leaves_with_path):
         name = trees.path_name(path)
         if callable(where):
@@ -498,12 +497,13 @@ def _leaves_of_role(
         else:
             matching = [pattern for pattern in where if fnmatchcase(name, pattern)]
             axis_or_heads = where[matching[0]] if matching else None
-            unmatched_patterns = [
-                pattern for pattern in unmatched_patterns if pattern not in matching
-            ]
+            matched_patterns.update(matching)
         if axis_or_heads is not None:
             leaf = _attention_leaf(index, path, role, axis_or_heads, jnp.shape(array))
             leaves.append(leaf)
+    unmatched_patterns = []
+    if not callable(where):
+        unmatched_patterns = [name for name in where if name not in matched_patterns]
     # Otherwise a typo in a pattern would silently leave weights unclipped.
     if unmatched_patterns or not leaves:
         argument = repr(unmatched_patterns[0]) if leaves else shown(where)
@@ -517,7 +517,8 @@ def _leaves_of_role(
 def _attention_leaf(
     index: int, path: KeyPath, role: str, axis_or_heads: Any, shape: Shape
 ) -> AttentionLeaf:
-    """The record of a leaf in a role. `axis_or_heads` is a `Heads`, or the axis of one.
+    """A leaf that has the heads of a role. `axis_or_heads` is a `Heads`, or the axis of
+    one.
 
     Raises:
       ValueError: heads or entries that the leaf does not have.
@@ -530,20 +531,24 @@ def _attention_leaf(
     rank = len(shape)
     # For its errors only: it sorts, and here the order of the axes counts.
     axes_within(layout.axis, f"{CALL}: {role}", trees.path_name(path), rank)
-    axes = tuple(axis % rank for axis in axes)
     # The axis of heads is the last: -2 and (0, -2) both end with it.
-    *layer_axes, head_axis = axes
-    all_entry_count = layout.width
+    *layer_axes, head_axis = (axis % rank for axis in axes)
+    head_axes = (head_axis,)
     all_head_count = shape[head_axis] // max(layout.width, 1)
-    selected_count = _selected_count(layout.heads, all_head_count)
-    fits = selected_count > 0 and all_head_count * layout.width == shape[head_axis]
+    all_entry_count = layout.width
     if layout.width == 1 and layout.entries != (None, None):
-        # The entries have an axis of their own, after the axis of heads.
+        # The entries have an axis of their own, after the axis of heads. Without such
+        # an axis there are none.
         entry_axis = head_axis + 1
-        axes += (entry_axis,)
-        fits = fits and entry_axis < rank and entry_axis not in layer_axes
-        all_entry_count = shape[entry_axis] if fits else 0
-    if not fits or _selected_count(layout.entries, all_entry_count) == 0:
+        head_axes = head_axis, entry_axis
+        has_entries = entry_axis < rank and entry_axis not in layer_axes
+        all_entry_count = shape[entry_axis] if has_entries else 0
+    selected_count = _selected_count(layout.heads, all_head_count)
+    if (
+        all_head_count * layout.width != shape[head_axis]
+        or selected_count == 0
+        or _selected_count(layout.entries, all_entry_count) == 0
+    ):
         raise ValueError(
             f"{CALL}: {role}: {layout} does not fit the leaf "
             f"{trees.path_name(path)!r} of shape {shape}: width must divide "
@@ -556,7 +561,8 @@ def _attention_leaf(
         rank=rank,
         role=role,
         layout=layout,
-        axes=axes,
+        layer_axes=tuple(layer_axes),
+        head_axes=head_axes,
         selected_shape=(*(shape[axis] for axis in layer_axes), selected_count),
         all_head_count=all_head_count,
         all_entry_count=all_entry_count,

@@ -20,9 +20,10 @@ same, or to leave out one along which it varies. Norms that keep axes of a leaf 
 stacked layers) need a PartitionSpec where that leaf is split, because a name alone does
 not say which of its axes is split.
 
-In this module `axes` are axes of an array, `mesh_axes` is the option, `names` are names
-of mesh axes, and `leaf_name` is the path of a leaf. In errors `argument` is
-"clip_by_global_norm: mesh_axes", and `argument_and_value` ends with "mesh_axes='x'".
+In this module `axes` are axes of an array, `mesh_axes` is the option, `names` and
+`mesh_axes_of_...` are names of mesh axes, and `leaf_name` is the path of a leaf. In
+errors `argument` is "clip_by_global_norm: mesh_axes", and `argument_and_value` ends
+with "mesh_axes='x'".
 """
 
 from __future__ import annotations
@@ -56,7 +57,6 @@ from .mesh_types import (
 MeshAxes: TypeAlias = (
     "str | PartitionSpec | Mapping[Any, MeshAxes] | Sequence[MeshAxes] | None"
 )
-FORMS = "'auto', None, names of mesh axes, or a tree of PartitionSpecs"
 
 
 class Split(NamedTuple):
@@ -85,7 +85,7 @@ class Split(NamedTuple):
             example = ", ".join(map(repr, self.names))
             raise ValueError(
                 f"{self.error_start} of shape {shape} is split over "
-                f"{listed(self.names)}, but not which of its dimensions is, and its "
+                f"{listed(self.names)}, but not which of its dimensions is split. Its "
                 "norms are taken over some of them only: give a tree of "
                 "PartitionSpecs, such as "
                 f"mesh_axes=jax.sharding.PartitionSpec({example})."
@@ -139,7 +139,10 @@ def static_mesh_axes(mesh_axes: MeshAxes | Prefix, call: str) -> MeshAxes | Pref
         return mesh_axes
     for entry in jax.tree.leaves(mesh_axes, is_leaf=_is_entry):
         if not _is_entry(entry):
-            raise TypeError(f"{call}: mesh_axes must be {FORMS}, got {shown(entry)}.")
+            raise TypeError(
+                f"{call}: mesh_axes must be 'auto', None, names of mesh axes, or a "
+                f"tree of PartitionSpecs, got {shown(entry)}."
+            )
     # An empty list may be an empty tree.
     if isinstance(mesh_axes, list) and {type(entry) for entry in mesh_axes} == {str}:
         raise TypeError(
@@ -279,13 +282,14 @@ def _names_of_split(
 
 def _names_of_spec(array: Array, spec: PartitionSpec, argument: str) -> list[AxisNames]:
     """For each axis of an array the manual mesh axes that split it."""
-    manual = manual_axes()
+    spec_names = set(chain.from_iterable(map(names_in, spec)))
+    bound = {name for name in spec_names if _is_bound(name)}
     names_by_axis: list[AxisNames] = [()] * jnp.ndim(array)
     # Outside shard_map specs change nothing, so they may name any axis.
-    if not manual:
+    if not bound and not manual_axes():
         return names_by_axis
     mesh_names = jax.sharding.get_abstract_mesh().axis_names
-    unknown = set(chain.from_iterable(map(names_in, spec))) - set(mesh_names)
+    unknown = spec_names - bound - set(mesh_names)
     if unknown:
         raise ValueError(
             f"{argument}={shown(spec)} names {listed(unknown)}, but there is no "
@@ -298,7 +302,7 @@ def _names_of_spec(array: Array, spec: PartitionSpec, argument: str) -> list[Axi
         )
     for axis, names in enumerate(map(names_in, spec)):
         # Other mesh axes belong to jit, which adds the collectives.
-        names_by_axis[axis] = tuple(name for name in names if name in manual)
+        names_by_axis[axis] = tuple(name for name in names if name in bound)
     return names_by_axis
 
 
@@ -309,20 +313,27 @@ def names_in(entry: str | tuple[str, ...] | None) -> AxisNames:
     return entry if isinstance(entry, tuple) else (entry,)
 
 
+def _is_bound(name: str) -> bool:
+    """Whether a name is a manual mesh axis, or the axis name of a vmap."""
+    # The mesh does not list axis names of vmap, which lax.axis_size finds.
+    try:
+        lax.axis_size(name)
+    except NameError:
+        return False
+    return True
+
+
 def check_bound(names: AxisNames, argument: str) -> None:
     """Raises ValueError for a name that is not a mesh axis here."""
     for name in names:
-        # The mesh does not list axis names of vmap, which lax.axis_size finds.
-        try:
-            lax.axis_size(name)
-        except NameError:
+        if not _is_bound(name):
             if manual_axes():
                 hint = f"There is {listed(manual_axes())}."
             else:
                 hint = "Outside shard_map and pmap there is none, and none is needed."
             raise ValueError(
                 f"{argument}={shown(name)}: there is no such axis here. {hint}"
-            ) from None
+            )
 
 
 # ---------------------------------------------------------------------- collectives
@@ -342,7 +353,7 @@ def joined_over_devices(
     """psum or pmax of each array over its own mesh axes. All arrays have one dtype.
     Those that share their mesh axes travel as one vector, in one collective.
     """
-    totals = list(arrays)
+    joined = list(arrays)
     # The indices of the arrays that form a vector. A dict keeps its order. The order of
     # a set may differ between processes, which would then wait for different
     # collectives.
@@ -350,7 +361,7 @@ def joined_over_devices(
     for index, (array, names) in enumerate(zip(arrays, names_of_arrays)):
         if names:
             array = varying_over(array, names)
-            totals[index] = array
+            joined[index] = array
             # A vector has one type. An array that an Explicit mesh splits cannot be
             # reshaped, so it is a vector of its own.
             is_sharded = any(jax.typeof(array).sharding.spec)
@@ -358,14 +369,14 @@ def joined_over_devices(
             indices_of_vector.setdefault(key, []).append(index)
     for (names, _, _), indices in indices_of_vector.items():
         if len(indices) == 1:
-            totals[indices[0]] = collective(totals[indices[0]], names)
+            joined[indices[0]] = collective(joined[indices[0]], names)
             continue
-        flat = [totals[index].reshape(-1) for index in indices]
+        flat = [joined[index].reshape(-1) for index in indices]
         vector = collective(jnp.concatenate(flat), names)
         array_types = [jax.typeof(arrays[index]) for index in indices]
-        for index, total in zip(indices, entries_of(vector, array_types)):
-            totals[index] = total
-    return totals
+        for index, array in zip(indices, entries_of(vector, array_types)):
+            joined[index] = array
+    return joined
 
 
 def placed_among_zeros(numbers: Array, mesh_axes_of_kept: Sequence[AxisNames]) -> Array:
@@ -375,10 +386,10 @@ def placed_among_zeros(numbers: Array, mesh_axes_of_kept: Sequence[AxisNames]) -
     The last axes of `numbers` are the axes of the leaf, each split over its entry of
     `mesh_axes_of_kept`.
     """
-    first_axis = numbers.ndim - len(mesh_axes_of_kept)
-    shape = global_shape(numbers.shape, [()] * first_axis + [*mesh_axes_of_kept])
-    starts = [np.int32(0)] * first_axis
-    starts += _starts(numbers.shape[first_axis:], mesh_axes_of_kept)
+    leading_count = numbers.ndim - len(mesh_axes_of_kept)
+    shape = global_shape(numbers.shape, [()] * leading_count + [*mesh_axes_of_kept])
+    starts = [np.int32(0)] * leading_count
+    starts += _starts(numbers.shape[leading_count:], mesh_axes_of_kept)
     zeros = typed_as(jnp.zeros(shape, numbers.dtype), jax.typeof(numbers))
     return lax.dynamic_update_slice(zeros, numbers, starts)
 
@@ -449,7 +460,9 @@ def check_replicated(tree: PyTree, mesh_axes: str | tuple[str, ...]) -> Array:
         # Numbers of 4 bits have no bytes of their own.
         if leaf.dtype.itemsize == 1:
             leaf = leaf.astype(np.float32)
-        # Bytes are compared, so NaN equals itself and 0 differs from -0.
+        # Bytes are compared, so 0 differs from -0. NaN has several forms.
+        if jnp.issubdtype(leaf.dtype, np.inexact):
+            leaf = jnp.where(jnp.isnan(leaf), jnp.nan, leaf)
         numbers = varying_over(jnp.atleast_1d(leaf).view(np.uint8), names)
         different |= jnp.any(lax.pmax(numbers, names) != lax.pmin(numbers, names))
     return ~different

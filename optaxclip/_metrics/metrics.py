@@ -62,7 +62,9 @@ def metrics(
         clip/factor           what the updates were multiplied by: 1 where nothing was
                               done, never below 1.2e-38 unless they were made 0
         clip/norm_after       the norm after clipping: 0 where a broken step was made
-                              zero, NaN where it was made NaN
+                              zero, NaN where it was made NaN. The limit where the
+                              factor leaves the range of float32, also with a shrink
+                              of your own
         clip/clipped          1 if the last step that had the leaf was clipped, else 0.
                               A step whose norm is NaN or inf, or whose limit is NaN,
                               counts as 0

@@ -1,8 +1,9 @@
 """The numbers of one state, as rows of the report of `metrics`.
 
-Each number is a `Row`. Most states have one number of each metric. The state of a
-clipper has an entry for each norm, and the report shows a span of entries together: a
-tensor, all layers of a stacked leaf, or all entries. A row of a span shows:
+Each number is a `ReportRow`. (The rows of a state are other things: arrays with an
+entry for each norm.) Most states have one number of each metric. The state of a clipper
+has an entry for each norm, and the report shows a span of entries together: a tensor,
+all layers of a stacked leaf, or all entries. A row of a span shows:
 
     norm_before, limit, factor, norm_after, clipped    those of the furthest entry
     shares                                             the mean over the span
@@ -32,7 +33,7 @@ from .._trees import PyTree
 from .._wrappers.skipping import SkipState
 
 
-class Row(NamedTuple):
+class ReportRow(NamedTuple):
     """A number of the report."""
 
     metric: str  # "norm_before"
@@ -64,9 +65,9 @@ class Options(NamedTuple):
     with_names: bool
 
 
-def _rows_of(numbers: Mapping[str, Any]) -> Iterator[Row]:
+def _rows_of(numbers: Mapping[str, Any]) -> Iterator[ReportRow]:
     """The rows of numbers that are shown without a path, by their metrics."""
-    return (Row(metric, "", value) for metric, value in numbers.items())
+    return (ReportRow(metric, "", value) for metric, value in numbers.items())
 
 
 # -------------------------------------- states whose numbers are reported as they are
@@ -74,7 +75,7 @@ def _rows_of(numbers: Mapping[str, Any]) -> Iterator[Row]:
 
 def element_rows(
     state: ClipByValueState | SpamState, options: Options
-) -> Iterator[Row]:
+) -> Iterator[ReportRow]:
     """The rows of a clipper of elements."""
     # () where nothing is counted.
     if isinstance(state.elements, tuple):
@@ -89,7 +90,7 @@ def element_rows(
     )
 
 
-def skip_rows(state: SkipState, options: Options) -> Iterator[Row]:
+def skip_rows(state: SkipState, options: Options) -> Iterator[ReportRow]:
     """The rows of an optimizer that skips steps."""
     return _rows_of(
         {
@@ -108,7 +109,7 @@ def skip_rows(state: SkipState, options: Options) -> Iterator[Row]:
     )
 
 
-def spike_rows(state: SpikeState, options: Options) -> Iterator[Row]:
+def spike_rows(state: SpikeState, options: Options) -> Iterator[ReportRow]:
     """The rows of `record_spikes`."""
     return _rows_of(
         {
@@ -125,10 +126,10 @@ def spike_rows(state: SpikeState, options: Options) -> Iterator[Row]:
     )
 
 
-def health_rows(state: HealthState, options: Options) -> Iterator[Row]:
+def health_rows(state: HealthState, options: Options) -> Iterator[ReportRow]:
     """The rows of `record_health`."""
     rows = health_numbers(state, summary=options.summary, layers=options.layers)
-    return itertools.starmap(Row, rows)
+    return itertools.starmap(ReportRow, rows)
 
 
 def _steps(state: PyTree) -> Array:
@@ -169,7 +170,7 @@ class ClipNumbers(NamedTuple):
     worst_index: Array | None = None
 
 
-def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
+def clip_rows(state: ClipState, options: Options) -> Iterator[ReportRow]:
     """The rows of a clipper, or of `record_norm`."""
     by_layer = options.layers and not options.summary
     span_of_name = spans_of_names(state, by_layer=by_layer, call="metrics")
@@ -183,7 +184,7 @@ def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
         summary = _summary(spans, state)
         yield from _rows_of(_reported(summary, state))
         if options.with_names:
-            yield Row("worst_name", "", WorstName(names, summary.worst_index))
+            yield ReportRow("worst_name", "", WorstName(names, summary.worst_index))
         return
     vectors = _reported(_numbers_of_spans(spans, state), state)
     # The vectors become lists outside of jit: as separate outputs of the compiled call,
@@ -194,10 +195,10 @@ def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
         span_indices = _furthest_spans(spans, state)[: int(options.top)]
     for index in span_indices:
         for metric, values in values_of_metric.items():
-            yield Row(metric, names[index], values[index])
+            yield ReportRow(metric, names[index], values[index])
 
 
-def _quantile_rows(state: ClipState, levels: np.ndarray) -> Iterator[Row]:
+def _quantile_rows(state: ClipState, levels: np.ndarray) -> Iterator[ReportRow]:
     """The quantiles of all norms of a state."""
     if not levels.size:
         return
@@ -207,7 +208,7 @@ def _quantile_rows(state: ClipState, levels: np.ndarray) -> Iterator[Row]:
     quantiles = jnp.nanquantile(norms, levels.astype(float))
     for level, quantile in zip(levels, quantiles):
         # "0.9" of 0.9 in any dtype, and "1" of 1.0.
-        yield Row("norm_quantile", str(level).removesuffix(".0"), quantile)
+        yield ReportRow("norm_quantile", str(level).removesuffix(".0"), quantile)
 
 
 def _furthest_spans(spans: Spans, state: ClipState) -> np.ndarray:
@@ -224,13 +225,14 @@ def _numbers_of_entries(state: ClipState) -> ClipNumbers:
     has_units = bool(state.names.unit_leaves)
     is_changed = state.units_clipped > 0 if has_units else state.factor != 1
     # A broken step was not clipped. With nonfinite="propagate" its factor is NaN. With
-    # "zero" it is 0, as for a norm that was dropped: a shrink of the user's that
-    # returns NaN then counts as a clip.
+    # "zero" it is 0, like the factor of a norm that `drop` clips. So with "zero" a step
+    # that is broken only because a shrink of the user's returned NaN counts as clipped.
     is_sound = are_sound(state.norm, state.limit) & jnp.isfinite(state.factor)
     is_clipped = is_changed & is_sound
     clipped_count = _float32(state.clipped)
     # The factor new_norm / norm is cut to the range of its dtype. Where it was cut,
-    # norm * factor is not the new norm, which is the limit.
+    # norm * factor is not the new norm. The limit is, unless a shrink of the user's
+    # goes elsewhere: the state does not tell.
     factor = state.factor
     factor_range = jnp.finfo(factor.dtype)
     is_cut = (factor == factor_range.tiny) | (factor == factor_range.max)
@@ -299,7 +301,7 @@ def _summary(spans: Spans, state: ClipState) -> ClipNumbers:
     ratio = jnp.where(is_zero, 0.0, numbers.norm_before / numbers.limit)
     return numbers._replace(
         # Without units `units_clipped` holds whether each norm was clipped.
-        norms_clipped=jnp.mean(entries.units_clipped),
+        norms_clipped=numbers.units_clipped,
         worst_ratio=ratio,
         worst_index=_float32(jnp.asarray(span_of_entry)[furthest]),
     )

@@ -17,7 +17,7 @@ from .._trees import PyTree, unboxed
 from .._wrappers.skipping import SkipState
 from .rows import (
     Options,
-    Row,
+    ReportRow,
     clip_rows,
     element_rows,
     health_rows,
@@ -30,7 +30,7 @@ class Kind(NamedTuple):
     """How a state of one type is reported."""
 
     word: str  # the first of its keys: "clip"
-    rows: Callable[[Any, Options], Iterator[Row]]
+    rows: Callable[[Any, Options], Iterator[ReportRow]]
 
 
 KIND_OF_TYPE = {
@@ -45,7 +45,9 @@ KIND_OF_TYPE = {
 Keys = tuple[Any, ...]  # of the mappings on the way to a state
 
 
-def reported_rows(opt_state: PyTree, options: Options) -> Iterator[tuple[str, Row]]:
+def reported_rows(
+    opt_state: PyTree, options: Options
+) -> Iterator[tuple[str, ReportRow]]:
     """The rows of all states that are reported, each with the beginning of its key:
     "clip", or "clip_2/inner" for the second clipper of the scope "inner".
 

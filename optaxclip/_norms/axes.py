@@ -1,4 +1,4 @@
-"""Which axes of a leaf count layers, and which a unit norm sums."""
+"""Which axes of a leaf index layers, and which a unit norm sums."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
@@ -76,7 +76,7 @@ class _StackedValue(NamedTuple):
 def stacked_axes(
     stacked: Stacked, tree: PyTree, call: str, shapes: Sequence[Shape | None]
 ) -> list[tuple[int, ...]]:
-    """For each leaf, the axes that count layers, in ascending order.
+    """For each leaf, the axes that index layers, in ascending order.
 
         1                        the leading axis, as `jax.vmap` and `lax.scan` stack
         2                        the two leading axes, such as layers and experts
@@ -142,7 +142,7 @@ def _stacked_values(
 
 
 def _layer_axes(value: Any, leaf_name: str, shape: Shape, call: str) -> tuple[int, ...]:
-    """The axes that count layers, of a leaf and its value of `stacked`."""
+    """The axes that index layers, of a leaf and its value of `stacked`."""
     rank = len(shape)
     if value is None:
         return ()
@@ -155,6 +155,19 @@ def _layer_axes(value: Any, leaf_name: str, shape: Shape, call: str) -> tuple[in
         f"leaf {leaf_name!r} of shape {shape}, or a tuple of its axes, got "
         f"{shown(value)}."
     )
+
+
+def axes_besides_layers(
+    layer_axes_of_leaves: Sequence[tuple[int, ...]], tree: PyTree
+) -> list[tuple[int, ...] | None]:
+    """For each leaf, the axes that the norm of a layer sums, or None for a leaf without
+    layers, which is summed whole.
+    """
+    summed_axes_of_leaves: list[tuple[int, ...] | None] = []
+    for leaf, layer_axes in zip(jax.tree.leaves(tree), layer_axes_of_leaves):
+        summed_axes = other_axes(layer_axes, jnp.ndim(leaf)) if layer_axes else None
+        summed_axes_of_leaves.append(summed_axes)
+    return summed_axes_of_leaves
 
 
 def unit_axes(
@@ -170,7 +183,7 @@ def unit_axes(
     Args:
       axis: the option. It counts axes within one layer: of [layers, in, out], its axis
         0 is axis 1 of the leaf.
-      layer_axes_of_leaves: for each leaf the axes that count layers.
+      layer_axes_of_leaves: for each leaf the axes that index layers.
       tree: the leaves.
       call: the function that the user called.
       shapes: of the leaves over all devices, None where a device knows its part only.

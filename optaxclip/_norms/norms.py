@@ -7,7 +7,7 @@
 
 A measure is a hashable description of norms: which leaves have a norm together, over
 which of their axes, and of which order. Called on a tree of leaves to clip, it returns
-their `Norms`. The way, which begins at the end of this file:
+their `Norms`. A call passes through:
 
     public function or clipper
     -> measure                   which axes are summed, and which devices have a part
@@ -33,7 +33,7 @@ from .._devices.mesh import MeshAxes, Split
 from .._devices.platforms import traced_once
 from .._numbers import as_float
 from .._trees import PyTree, leaves_to_clip
-from .axes import Axis, Stacked, other_axes, stacked_axes, unit_axes
+from .axes import Axis, Stacked, axes_besides_layers, stacked_axes, unit_axes
 from .options import Ord, check_labels, checked_options, labels_of, static_labels
 from .reduce import norms_of
 from .specs import LeafSpec, NormPlan
@@ -50,7 +50,7 @@ class Norms(NamedTuple):
     specs: tuple[LeafSpec, ...]  # of each leaf
     paths: tuple[Any, ...]  # of each norm: its key path in the tree of norms
     treedef: Any  # of the tree of norms, as norm functions return it
-    noun: str = "leaf"  # the word in errors for a part that has a norm
+    part_in_errors: str = "leaf"  # what errors call a part that has a norm
     allow_missing: bool = False  # whether limits may name norms that do not exist
     holes: tuple[Any, ...] = ()  # key paths of parts without a norm, such as None
 
@@ -123,22 +123,14 @@ class TensorNorm(NamedTuple):
     def __call__(self, tree: PyTree) -> Norms:
         splits = mesh.splits(self.mesh_axes, tree, self.call)
         shapes = mesh.global_shapes(splits, tree)
-        layer_axes_of_leaves = stacked_axes(self.stacked, tree, self.call, shapes)
-        summed_axes_of_leaves: list[Axes] = []
-        # Axes of layers are kept, and all others are summed: one norm for each layer.
-        for array, layer_axes in zip(jax.tree.leaves(tree), layer_axes_of_leaves):
-            if layer_axes:
-                summed_axes = other_axes(layer_axes, jnp.ndim(array))
-                summed_axes_of_leaves.append(summed_axes)
-            else:
-                summed_axes_of_leaves.append(None)
+        layer_axes = stacked_axes(self.stacked, tree, self.call, shapes)
         return _measure_leaves(
             tree,
             splits,
             self.ord,
             norm_tree=tree,
             norm_indices=range(len(splits)),
-            summed_axes_of_leaves=summed_axes_of_leaves,
+            summed_axes_of_leaves=axes_besides_layers(layer_axes, tree),
         )
 
 
@@ -197,7 +189,7 @@ class GroupNorm(NamedTuple):
         norms = _measure_leaves(
             tree, splits, self.ord, norm_tree=index_of_label, norm_indices=norm_indices
         )
-        return norms._replace(noun="label", allow_missing=self.allow_missing)
+        return norms._replace(part_in_errors="label", allow_missing=self.allow_missing)
 
 
 class UserNorm(NamedTuple):
@@ -229,11 +221,10 @@ def _measure_leaves(
       tree: the leaves.
       splits: for each leaf the mesh axes that split it.
       ord: the order of the norms.
-      norm_tree: a tree of the structure in which norm functions return these norms,
-        with anything as its leaves.
+      norm_tree: a tree with one leaf for each norm. Only its structure is used.
       norm_indices: for each leaf the index of its norm.
       summed_axes_of_leaves: for each leaf the axes that are summed. None means all.
-      has_units: whether the other axes count units. Otherwise they count layers.
+      has_units: whether the other axes index units. Otherwise they index layers.
     """
     arrays = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     if summed_axes_of_leaves is None:
@@ -317,7 +308,9 @@ def given_norms(norms: PyTree, tree: PyTree, argument: str = "norms") -> Norms:
 
 
 def total_norm(norms: Norms) -> Array:
-    """The L2 norm of the norms, whatever their order, without a derivative."""
+    """The L2 norm of the norms, without a derivative. The norms may be of any order
+    p.
+    """
     # The norms themselves are the leaves here. Norms of units are split over devices as
     # the units are, and all others are the same on all devices.
     specs = [LeafSpec(norm_index=0)] * len(norms.values)

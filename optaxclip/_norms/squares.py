@@ -6,10 +6,11 @@ its own way:
               sums of a leaf       leaves are joined    roots
     CPU       one, of float64      in pairs             one by one
     GPU       three (sums.py)      in pairs             of a vector, if many
-    others    three in `jnp`       as a table           of a vector, if many
+    plain     three in `jnp`       as a table           of a vector, if many
 
-Norms of float64 have three sums on a CPU too: no dtype is wider. Up to
-FEW_NORMS_ON_A_GPU and FEW_NORMS_ON_A_TPU norms have a root each.
+`plain` is a TPU and any other platform. Norms of float64 have three sums on a CPU too:
+no dtype is wider. Up to FEW_NORMS_ON_A_GPU and FEW_NORMS_ON_A_TPU norms have a root
+each.
 """
 
 import math
@@ -47,7 +48,7 @@ def norms_by_squares(plan: NormPlan, arrays: list[Array]) -> list[Array]:
         arrays,
         cpu=partial(_norms_on_a_cpu, plan),
         gpu=partial(_norms_on_a_gpu, plan),
-        plain=partial(_norms_in_jnp, plan),
+        plain=partial(_plain_norms, plan),
     )
 
 
@@ -84,8 +85,8 @@ def _norms_on_a_gpu(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     )
 
 
-def _norms_in_jnp(plan: NormPlan, arrays: list[Array]) -> list[Array]:
-    """The norms on a TPU and any other platform."""
+def _plain_norms(plan: NormPlan, arrays: list[Array]) -> list[Array]:
+    """The norms by three sums of each leaf, on a TPU and any other platform."""
     return _roots_of_sums(
         plan,
         arrays,
@@ -105,8 +106,9 @@ def _roots_of_sums(
     join_leaves: Callable[..., Any],
     most_separate_roots: float,
 ) -> list[Array]:
-    """The norms by sums of squares of each leaf, one or three of them, in a dtype. Of
-    more norms than `most_separate_roots` the roots are taken as a vector.
+    """The norms as roots of sums of squares. `sums_of_leaf` takes one sum or three of
+    each leaf, in a dtype. More than `most_separate_roots` roots are taken as one
+    vector.
     """
     # One of three sums may overflow, at which jax_debug_infs would raise.
     with jax.debug_infs(False):
@@ -172,32 +174,27 @@ def _root(ord: Ord, count: ArrayLike, total: Sums | Array) -> Array:
 
 
 def _roots_of_vector(ord: Ord, counts: list[Any], totals: list[Sums]) -> list[Array]:
-    """The norms from their sums. Scalars are stacked, and one root is taken of the
-    vector. Other sums have a root each.
+    """The norms from three sums each. Scalars are stacked, and one root is taken of the
+    vector. Sums of units and of layers have a root each.
 
     With separate roots XLA recomputes each in every kernel that reads all norms: a step
     with AGC took 1.5 times as long to compile for an H100 (`python -m benchmarks --only
     whole_step_compiled`). On a TPU each root is a scalar operation.
     """
-    scalars = []
-    counts_of_scalars = []
-    for count, total in zip(counts, totals):
-        if total.unscaled.ndim == 0:
-            scalars.append(total)
-            counts_of_scalars.append(count)
+    # The indices of the norms whose sums are scalars.
+    indices = [index for index, total in enumerate(totals) if not total.unscaled.ndim]
+    scalars = [totals[index] for index in indices]
     # Inside shard_map sums may vary along different mesh axes, but a stack has one
-    # type. Without scalars there is none.
+    # type. If no sum is a scalar, there is no type.
     scalar_types = {jax.typeof(total.unscaled) for total in scalars}
     if len(scalar_types) != 1:
         return [_root(ord, count, total) for count, total in zip(counts, totals)]
     vectors = jax.tree.map(lambda *numbers: lax.stack(numbers), *scalars)
     vectors = materialized_on_gpu(vectors)
-    vector_of_roots = _root(ord, jnp.array(counts_of_scalars), vectors)
-    roots = iter(lax.unstack(vector_of_roots))
-    norms = []
-    for count, total in zip(counts, totals):
-        if total.unscaled.ndim == 0:
-            norms.append(next(roots))
-        else:
-            norms.append(_root(ord, count, total))
-    return norms
+    counts_of_scalars = jnp.array([counts[index] for index in indices])
+    roots = lax.unstack(_root(ord, counts_of_scalars, vectors))
+    norm_of_index = dict(zip(indices, roots))
+    for index, (count, total) in enumerate(zip(counts, totals)):
+        if index not in norm_of_index:
+            norm_of_index[index] = _root(ord, count, total)
+    return [norm_of_index[index] for index in range(len(totals))]

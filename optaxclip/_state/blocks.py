@@ -209,7 +209,7 @@ def rules_of_norms(rules: PyTree, norms: Norms, argument: str) -> list[Rule]:
         norms.paths,
         set(norms.holes),
         argument=argument,
-        part=norms.noun,
+        part=norms.part_in_errors,
         allow_missing=norms.allow_missing,
     )
 

@@ -22,8 +22,7 @@ from .state import ClipState, LayerNames, Names, StateRows, state_of_rows
 
 
 def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
-    """The state before the first step, from the types of norms and their rules. Leaves
-    with units stand last in it.
+    """The state before the first step, from the types of norms and their rules.
 
     Raises:
       ValueError: an array in a rule that is not one number for each entry of a norm.
@@ -46,21 +45,29 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
         rules_of_leaves = [rule_of_name[name] for name in whole_leaves]
         memory_of_leaves = _memory_of_leaves(rules_of_leaves, zeros_of_leaves, names)
     memories = [memory_of_leaves]
-    zeros_of_row = [*zeros_of_leaves]
+    zero_per_entry = [*zeros_of_leaves]
     for name in names.unit_leaves:
-        zeros = zeros_of_name[name]
-        memories.append(_first_memory(rule_of_name[name], zeros))
-        # Units differ between the devices that these mesh axes split them over. The
-        # state keeps one unit of all, so its entry does not vary over these axes.
-        mesh_axes_of_units = spec_of_name[name].mesh_axes_of_units
-        mesh_axes = mesh_types.varying(zeros).difference(mesh_axes_of_units)
-        zero = jnp.zeros((), zeros.dtype)
-        zeros_of_row.append(mesh_types.varying_over(zero, mesh_axes))
+        memories.append(_first_memory(rule_of_name[name], zeros_of_name[name]))
+        zero_per_entry.append(_zero_of_units(zeros_of_name[name], spec_of_name[name]))
     # An empty tree has no norm, and its state one entry.
-    if not zeros_of_row:
-        zeros_of_row = [jnp.zeros((), jnp.float32)]
-    row = zeros_of_row[0] if names.is_global else blocks.concatenated(zeros_of_row)
-    return state_of_rows(names, _first_rows(row), tuple(memories), row.dtype)
+    if not zero_per_entry:
+        zero_per_entry = [jnp.zeros((), jnp.float32)]
+    if names.is_global:
+        zeros = zero_per_entry[0]
+    else:
+        zeros = blocks.concatenated(zero_per_entry)
+    return state_of_rows(names, _first_rows(zeros), tuple(memories), zeros.dtype)
+
+
+def _zero_of_units(zeros: Array, spec: LeafSpec) -> Array:
+    """The entry of a leaf with units in a row of zeros. `zeros` are those of its
+    units.
+    """
+    # Units differ between the devices that these mesh axes split them over. The state
+    # keeps one unit of all, so its entry does not vary over these axes.
+    mesh_axes = mesh_types.varying(zeros).difference(spec.mesh_axes_of_units)
+    zero = jnp.zeros((), zeros.dtype)
+    return mesh_types.varying_over(zero, mesh_axes)
 
 
 def _spec_of_name(norms: Norms, names: list[str]) -> dict[str, LeafSpec]:

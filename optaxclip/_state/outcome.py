@@ -1,6 +1,6 @@
 """The outcome of a step for each norm, and the new state.
 
-Outcome          limit, factor and flags of the norms of a block
+Outcome          the norms of a block, their limits, factors and flags
 next_state       the state after a step
 furthest_units   for each leaf with units: the outcome of the unit furthest above its
                  limit
@@ -108,10 +108,13 @@ def _units_clipped_row(
     keeps its last share, while `clipped_recently` counts the step as one that clipped
     nothing.
     """
+    # Without units the state has no such row.
+    if not state.names.unit_leaves:
+        return units_clipped
     is_present = np.zeros(state.norm.size, bool)
     for block, _ in outcomes:
         is_present[block.positions] = True
-    if is_present.all() or not state.names.unit_leaves:
+    if is_present.all():
         return units_clipped
     is_present = is_present.reshape(state.norm.shape)
     return jnp.where(is_present, units_clipped, state.units_clipped)
@@ -124,7 +127,8 @@ def _outcome_of_state(
     the step keeps its norm, limit and factor, and was not clipped.
     """
     new_outcomes = []
-    # Where the entries of the new outcomes are in a row of the state.
+    # Where the entries of the new outcomes are in a row of the state. One outcome may
+    # be of several leaves, so only both lists joined have the same length.
     positions = []
     # Leaves whose units have one shape and are split over the same mesh axes are
     # reduced together.
@@ -169,8 +173,9 @@ def _outcome_of_state(
 
 
 class UnitNumbers(NamedTuple):
-    """Numbers of units, [leaves, ...units]. A reduction leaves those of the furthest
-    unit of each leaf, [leaves], and the count of all its units that were clipped.
+    """Numbers of units, [leaves, ...units]. After a reduction: the numbers of the
+    furthest unit of each leaf, [leaves], and the count of all its units that were
+    clipped.
     """
 
     severity: Array  # see `severity`, and inf for a broken norm
@@ -241,9 +246,9 @@ def severity(norm: Array, limit: Array) -> Array:
     positive_limit = jnp.maximum(limit, smallest)
     root_of_ratio = jnp.sqrt(norm) / jnp.sqrt(positive_limit)
     # Finite norms without a limit come last. Among them -1 / norm rises with the norm.
-    is_last = (limit == jnp.inf) & (norm < jnp.inf)
+    has_no_limit = (limit == jnp.inf) & (norm < jnp.inf)
     positive_norm = jnp.maximum(norm, smallest)
-    return jnp.where(is_last, -1 / positive_norm, root_of_ratio)
+    return jnp.where(has_no_limit, -1 / positive_norm, root_of_ratio)
 
 
 def _furthest(numbers: UnitNumbers, axes: Sequence[int]) -> UnitNumbers:
@@ -300,8 +305,8 @@ def _furthest_by_maxima(numbers: UnitNumbers, axes: Sequence[int]) -> UnitNumber
 
 
 def _largest_or_nan(column: Array, is_candidate: Array, axes: Sequence[int]) -> Array:
-    """The largest candidate of a column along some axes, NaN if one is NaN. No number
-    is negative.
+    """The largest candidate of a column along some axes, NaN if one is NaN. All numbers
+    must be at least 0.
     """
     # On a CPU XLA drops NaN from a maximum of many floats (20,000), and from one over
     # devices. As integers, these numbers have the same order, with NaN last.

@@ -149,8 +149,8 @@ class Judge(NamedTuple):
         # Tracers show that the user's jit is running. There a jit of ours would keep a
         # schedule, and what it refers to, alive in its cache.
         is_traced = isinstance(value, Tracer) or isinstance(state.step, Tracer)
-        ask_rule = limit_and_memory_of if is_traced else limit_and_memory_of_jitted
-        limit, new_memory = ask_rule(
+        compute_limit = limit_and_memory_of if is_traced else limit_and_memory_of_jitted
+        limit, new_memory = compute_limit(
             rule,
             value,
             memory,

@@ -49,6 +49,15 @@ def test_names_of_axes_say_that_every_leaf_is_split_over_them(axes, options):
     assert_close(have, {name: x * (0.5 / norm) for name, x in exact(updates).items()})
 
 
+@pytest.mark.parametrize("mesh_axes", ["d", P("d"), P(None, "d")], ids=str)
+def test_an_axis_of_vmap_is_summed_by_name_and_by_spec(mesh_axes):
+    def norm(x):
+        return optaxclip.global_norm(x, mesh_axes=mesh_axes)
+
+    norms = jax.vmap(norm, axis_name="d")(jnp.ones((2, 3, 1)))
+    np.testing.assert_allclose(norms, np.sqrt(6), rtol=1e-6)
+
+
 @pytest.mark.slow
 @typed_or_not
 def test_norms_and_record_norm_take_mesh_axes(options):
@@ -389,6 +398,17 @@ def test_check_replicated_sees_one_bit_on_one_device(mode):
         every = every[None]
     for answers in every:
         assert answers.tolist() == [True, True] + [False] * len(SAME)
+
+
+def test_check_replicated_takes_all_nans_for_equal():
+    bits = np.array([0x7FC00000, 0xFFC00000], np.uint32)
+
+    def body(bits):
+        nan = jax.lax.bitcast_convert_type(bits, jnp.float32)
+        tree = nan, jax.lax.complex(nan, 1.0), nan.astype(jnp.bfloat16)
+        return jnp.stack([optaxclip.check_replicated(x, "i") for x in tree])
+
+    assert mapped(body)(bits).all()
 
 
 def test_check_replicated_passes_over_gradients_of_integers():
