@@ -391,11 +391,14 @@ def check_state(call: str, state: object, state_type: type) -> None:
     """
     if not isinstance(state, state_type):
         raise TypeError(foreign_state_error(call, state, state_type))
-    call_for_many_models = "jax.vmap(optimizer.update)(grads, opt_state, params)"
-    check_one_model(f"{call}: state", state, call_for_many_models)
+    check_one_model(f"{call}: state", state)
 
 
-def check_one_model(argument: str, state: object, call_for_many_models: str) -> None:
+def check_one_model(
+    argument: str,
+    state: object,
+    call_for_many_models: str = "jax.vmap(optimizer.update)(grads, opt_state, params)",
+) -> None:
     """Raises ValueError for the states of several models, or devices, at once. The
     error names the call that maps over them.
     """

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from .._arguments.checks import check_state, with_extra_args
+from .._arguments.checks import check_one_model, check_state, with_extra_args
 from .._arguments.updates import check_fits_stored
 from .._norms.moduli import wide_dtype
 from .._numbers import rounded_like
@@ -91,6 +91,7 @@ def carry_clipped(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         check_state(call, state, CarryState)
+        check_one_model(f"{call}: state", state.clip_state)
         if extra_args.get("grad_norm") is not None:
             raise ValueError(
                 f"{call}: grad_norm cannot be given: what is clipped is the sum of "
