@@ -213,11 +213,12 @@ def _recording(metrics: dict[str, float]) -> Recording:
             limit = math.inf
         loss = metrics.get(f"{prefix}/loss", -math.inf)
         loss_limit = metrics.get(f"{prefix}/loss_limit", math.inf)
-        # A state without a loss has -inf, which is fine.
-        loss_is_fine = loss == -math.inf or _is_within(loss, loss_limit)
+        # A state without a loss has -inf, and skips no step for it.
+        has_no_loss = loss == -math.inf and not metrics.get(f"{prefix}/skipped")
+        loss_is_fine = has_no_loss or _is_within(loss, loss_limit)
         if _is_within(norm, limit) and not loss_is_fine:
-            return Recording("loss", value=_inf_for_nan(loss), limit=loss_limit)
-        return Recording("norm", value=_inf_for_nan(norm), limit=limit)
+            return Recording("loss", value=_inf_unless_finite(loss), limit=loss_limit)
+        return Recording("norm", value=_inf_unless_finite(norm), limit=limit)
     return Recording("norm", value=None, limit=math.inf)
 
 
@@ -226,8 +227,8 @@ def _is_within(number: float, limit: float) -> bool:
     return math.isfinite(number) and number <= limit
 
 
-def _inf_for_nan(number: float) -> float:
-    return math.inf if math.isnan(number) else number
+def _inf_unless_finite(number: float) -> float:
+    return number if math.isfinite(number) else math.inf
 
 
 def _prefixes(metrics: dict[str, float]) -> list[str]:
