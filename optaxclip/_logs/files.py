@@ -80,13 +80,13 @@ def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
     if "\0" in text:
         raise ValueError(f"the file is binary. {FORMATS_TEXT}.")
     if pattern is not None:
-        return _rows_of_pattern(_with_decimal_points(text, notes), pattern)
+        return _rows_of_pattern(_without_commas(text, notes), pattern)
     notes_on_rows: Notes = []
     rows = _rows_of_table(text, notes_on_rows) or _rows_of_dicts(text, notes_on_rows)
     # A program may print its settings as a dict, and then a text with more numbers.
     named_numbers = len(re.findall(NAMED_NUMBER, text))
     if not rows or (named_numbers > len(rows) and not _has_loss_or_norm(rows)):
-        return _rows_of_text(_with_decimal_points(text, notes), notes)
+        return _rows_of_text(_without_commas(text, notes), notes)
     notes += notes_on_rows
     return rows
 
@@ -121,14 +121,23 @@ def _cleaned_text(data: bytes) -> str:
     return text.strip("\r\n ")
 
 
-def _with_decimal_points(text: str, notes: Notes) -> str:
-    """A text such as "loss 2,5 norm 0,83" with points in the place of commas. It has
-    no loss and no norm with a decimal point.
+def _without_commas(text: str, notes: Notes) -> str:
+    """A text such as "loss 2,5 norm 0,83" with points in the place of commas, or one
+    such as "loss 850 norm 1,250" without commas. A text in which a loss or a norm has a
+    decimal point is returned as it is.
     """
-    label = r"(?i)(loss|norm)[ :=]+[-+]?"
-    has_commas = re.search(label + r"\d+,\d", text)
-    if not has_commas or re.search(label + r"\d*\.\d", text):
+    numbers = re.findall(r"(?i)(?:loss|norm)[ :=]+[-+]?(\d[\d.,]*|\.\d+)", text)
+    numbers = [number.rstrip(".,") for number in numbers]
+    numbers_with_comma = [number for number in numbers if "," in number]
+    if not numbers_with_comma or any("." in number for number in numbers):
         return text
+    # Where commas are decimal ones and have three digits behind them, no number is
+    # without a comma.
+    may_be_thousands = len(numbers_with_comma) < len(numbers)
+    with_thousands = re.compile(r"[1-9]\d{0,2}(,\d{3})+")
+    if may_be_thousands and all(map(with_thousands.fullmatch, numbers_with_comma)):
+        notes.append("Commas between digits are read as thousands separators.")
+        return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
     notes.append("Commas between digits are read as decimal points.")
     return re.sub(r"(?<=\d),(?=\d)", ".", text)
 
