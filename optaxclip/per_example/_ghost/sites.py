@@ -328,8 +328,11 @@ def _check_equation(
     or over turns of a scan.
     """
     if is_mapped and _jaxpr.has_bits_that_vmap_changes(eqn):
-        obstacle = "random numbers beside parameters that are not of threefry keys"
-        raise CannotSplit(obstacle, eqn)
+        raise CannotSplit(
+            "random numbers from keys other than threefry's, beside parameters or in a "
+            "scan",
+            eqn,
+        )
     # A rule with symbolic_zeros is told which inputs have a derivative. Apart from the
     # loss it would be told of others.
     has_params = any(origin.param_indices for origin in in_origins)
