@@ -34,6 +34,9 @@ ADVICE_FOR_BROKEN_FILE = (
 NAMED_NUMBER = r"(?i)(loss|norm)[ :=]+[-+.\d]"
 START_OF_JSON = re.compile(r'\{\s*["}]')
 JSON_DECODER = json.JSONDecoder()
+# A dict that Python printed. Dicts inside it hold no further dicts, and do not begin a
+# line: that would be the next row.
+PRINTED_DICT = re.compile(r"\{[^{}]*((?<!\n)\{[^{}]*\}[^{}]*)*\}")
 # A text is a log if at least so many lines have a loss or a norm.
 LEAST_LINES_OF_LOG = 3
 
@@ -82,8 +85,7 @@ def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
     if pattern is not None:
         notes_on_commas: Notes = []
         with suppress(ValueError):
-            text_with_points = _with_decimal_points(text, notes_on_commas)
-            rows = _rows_of_pattern(text_with_points, pattern)
+            rows = _rows_of_pattern(_without_commas(text, notes_on_commas), pattern)
             notes += notes_on_commas
             return rows
         # The pattern may have the commas itself.
@@ -93,7 +95,7 @@ def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
     # A program may print its settings as a dict, and then a text with more numbers.
     named_numbers = len(re.findall(NAMED_NUMBER, text))
     if not rows or (named_numbers > len(rows) and not _has_loss_or_norm(rows)):
-        return _rows_of_text(_with_decimal_points(text, notes), notes)
+        return _rows_of_text(_without_commas(text, notes), notes)
     notes += notes_on_rows
     return rows
 
@@ -120,7 +122,7 @@ def _cleaned_text(data: bytes) -> str:
     text = re.sub(r"\x1b\[[\d;]*m", "", text)
     # NumPy, JAX and torch print np.float64(2.5), Array([1., nan], dtype=float32) and
     # tensor(2.5, grad_fn=<MeanBackward0>).
-    # JSON and CSV have no parenthesis, and are spared the search.
+    # JSON and CSV mostly have no parenthesis, and are spared the search.
     if "(" in text:
         arrays = r"\b(?:np\.\w+|[Aa]rray|tensor)\((\[[^()]*\]|[-+.\w]+)[^()]*\)"
         text = re.sub(arrays, r"\1", text)
@@ -128,14 +130,23 @@ def _cleaned_text(data: bytes) -> str:
     return text.strip("\r\n ")
 
 
-def _with_decimal_points(text: str, notes: Notes) -> str:
-    """A text such as "loss 2,5 norm 0,83" with points in the place of commas. It has
-    no loss and no norm with a decimal point, as in 0.83 or 1,234.5.
+def _without_commas(text: str, notes: Notes) -> str:
+    """A text such as "loss 2,5 norm 0,83" with points in the place of commas, or one
+    such as "loss 850 norm 1,250" without commas. A text in which a loss or a norm has a
+    decimal point is returned as it is.
     """
-    label = r"(?i)(loss|norm)[ :=]+[-+]?"
-    has_commas = re.search(label + r"\d+,\d", text)
-    if not has_commas or re.search(label + r"[\d,]*\.\d", text):
+    numbers = re.findall(r"(?i)(?:loss|norm)[ :=]+[-+]?(\d[\d.,]*|\.\d+)", text)
+    numbers = [number.rstrip(".,") for number in numbers]
+    numbers_with_comma = [number for number in numbers if "," in number]
+    if not numbers_with_comma or any("." in number for number in numbers):
         return text
+    # Where commas are decimal ones and have three digits behind them, no number is
+    # without a comma.
+    may_be_thousands = len(numbers_with_comma) < len(numbers)
+    with_thousands = re.compile(r"[1-9]\d{0,2}(,\d{3})+")
+    if may_be_thousands and all(map(with_thousands.fullmatch, numbers_with_comma)):
+        notes.append("Commas between digits are read as thousands separators.")
+        return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
     notes.append("Commas between digits are read as decimal points.")
     return re.sub(r"(?<=\d),(?=\d)", ".", text)
 
@@ -216,16 +227,16 @@ def _rows_of_events(data: bytes, notes: Notes) -> list[Row]:
 
 def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
     """The dicts that stand in a text, as JSON or as Python prints them."""
-    if text.startswith("{") and _dict_at(text, 0)[0] is None:
-        columns = _columns_up_to_cut(text)
-        if columns:
-            notes.append("The JSON is cut off, and read up to there.")
-            return _rows_in(columns)
     dicts: list[Row] = []
     other_text = ""
     end = 0
     while (start := text.find("{", end)) >= 0:
         row, end_of_row = _dict_at(text, start)
+        if row is None and start == 0:
+            columns = _columns_up_to_cut(text)
+            if columns:
+                notes.append("The JSON is cut off, and read up to there.")
+                return _rows_in(columns)
         if row is None:
             other_text += text[end:end_of_row]
         else:
@@ -310,10 +321,7 @@ def _dict_at(text: str, start: int) -> tuple[Row | None, int]:
     if START_OF_JSON.match(text, start):
         with suppress(json.JSONDecodeError, RecursionError):
             return JSON_DECODER.raw_decode(text, start)
-    # Python printed it. Dicts inside it hold no further dicts, and do not begin a line:
-    # that would be the next row.
-    dict_pattern = r"\{[^{}]*((?<!\n)\{[^{}]*\}[^{}]*)*\}"
-    printed = re.compile(dict_pattern).match(text, start)
+    printed = PRINTED_DICT.match(text, start)
     if printed is None:
         return None, start + 1
     try:
@@ -406,6 +414,7 @@ def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
         for match in regex.finditer(line):
             groups = match.groupdict() or {"grad_norm": match[1]}
             for name, cell in groups.items():
+                # A group that fits no character begins no new step.
                 if cell is None or (name in row and not cell):
                     continue
                 # A line may have several steps.
@@ -416,7 +425,7 @@ def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
         if row:
             rows.append(row)
     if not rows:
-        advice = _advice_for_text(_frequent_pattern(_with_decimal_points(text, [])))
+        advice = _advice_for_text(_frequent_pattern(_without_commas(text, [])))
         raise ValueError(f"pattern '{pattern}' fits no line. {advice}")
     return rows
 
@@ -446,8 +455,8 @@ LABELS = {
         r"|\|+(g|grad|gradient)\|+|grdn",
     ),
 }
-# DeepSpeed prints the time of a step, "step: 1172.5", lerobot "step:2K", and tqdm
-# "Steps: 10%".
+# None of these is read as a step: DeepSpeed prints the time of one, "step: 1172.5",
+# lerobot "step:2K", and tqdm "Steps: 10%".
 STEP_NUMBER = r"\d+\b(?!%|[.,]\d)"
 
 
@@ -545,7 +554,7 @@ def _frequent_pattern(text: str) -> str:
     for quantity, (lookbehind, _) in LABELS.items():
         if quantity in ("step", "lr") and uses[quantity] < least_uses:
             continue
-        for column, label in _label_of_column(quantity, labels[quantity]).items():
+        for column, label in _labels_by_column(quantity, labels[quantity]).items():
             patterns[column] = _pattern_of(column, label, lookbehind, text)
     if uses["step"] < least_uses:
         rises, pattern = _steps_without_label(text)
@@ -565,7 +574,7 @@ def _labels_in_text(quantity: str, text: str) -> Counter[str]:
     return Counter(_as_pattern(match[0]) for match in matches)
 
 
-def _label_of_column(quantity: str, labels: Counter[str]) -> dict[str, str]:
+def _labels_by_column(quantity: str, labels: Counter[str]) -> dict[str, str]:
     """The columns of a quantity with their labels: one column with the most frequent
     label, or one for each optimizer.
     """

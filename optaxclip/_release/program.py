@@ -142,8 +142,8 @@ def _check_dependence(
     is_loss = [index == 0 for index in range(len(jaxpr.outvars))]
     _, is_read = dce_jaxpr(jaxpr, is_loss)
     unread = []
-    for path, flag in zip(name_of_leaf, is_read):
-        if path in trained_paths and not flag:
+    for path, leaf_is_read in zip(name_of_leaf, is_read):
+        if path in trained_paths and not leaf_is_read:
             unread.append(name_of_leaf[path])
     if unread:
         raise ValueError(
@@ -162,9 +162,9 @@ def _inlined(
 ) -> ClosedJaxpr:
     """The program with equations in the place of calls."""
 
-    def inline_call(equation: JaxprEqn, inputs: list[Array]) -> list[Array] | None:
+    def inline_call(equation: JaxprEqn, call_inputs: list[Array]) -> list[Array] | None:
         if equation.primitive.name in calls:
-            return run_equations(body_of(equation), inputs, inline_call)
+            return run_equations(body_of(equation), call_inputs, inline_call)
         return None
 
     run = partial(run_equations, program, replace=inline_call)
@@ -270,14 +270,14 @@ def _layout_change(
     # constraint is left out: it is one of the whole leaf, not of a layer.
     shape = type_of(equation.invars[0]).shape
     new_type = type_of(equation.outvars[0])
-    # As many numbers are in front of the axis before as after. [12, 5] -> [3, 4, 5]
-    # makes blocks: each of 3 layers reads 4 rows.
-    numbers_in_front = math.prod(new_type.shape[:axis])
+    # The layer axis keeps the same number of elements in front of it. [12, 5] ->
+    # [3, 4, 5] makes blocks: each of 3 layers reads 4 rows.
+    elements_in_front = math.prod(new_type.shape[:axis])
     layer_shape = list(new_type.shape)
     layer_shape[axis] //= length
     for axis_before, size in enumerate(shape):
-        is_same_place = math.prod(shape[:axis_before]) == numbers_in_front
-        if is_same_place and size % length == 0:
+        is_layer_axis = math.prod(shape[:axis_before]) == elements_in_front
+        if is_layer_axis and size % length == 0:
             return (
                 axis_before,
                 lambda layer: layer.reshape(layer_shape).astype(new_type.dtype),

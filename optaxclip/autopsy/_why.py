@@ -38,11 +38,11 @@ FAR_TENSOR = 10
 LIMIT_IN_MEDIANS = 10
 
 CAUSES = {
-    "none": "the step is within its limit",
     "chip": (
         "recorded value and replays differ: the chip erred, or the loss is random, or "
         "loss or batch are not those of the step"
     ),
+    "none": "the step is within its limit",
     "dtype": "the step is within its limit in float32",
     "data": "the step is within its limit without these examples",
     "layer": "the step is within its limit without these tensors",
@@ -56,7 +56,7 @@ class Verdict(NamedTuple):
     Attributes:
       cause: "chip", "dtype", "data", "layer", "model", or "none" for a step that was
         within its limit.
-      examples: the places in the batch of the examples that stand out, the furthest
+      examples: the indices in the batch of the examples that stand out, the furthest
         first.
       tensors: the names of the weights that are not finite. If all weights are finite,
         the names of the tensors whose gradients stand out, or the name of the tensor
@@ -96,7 +96,7 @@ class Examples(NamedTuple):
     """Replays of each example alone, and of the batch without the far ones."""
 
     median: float  # NaN where no example has a gradient
-    far: list[int]  # places in the batch, the furthest first
+    far: list[int]  # indices in the batch, the furthest first
     value_without_far: float
 
 
@@ -213,11 +213,12 @@ def _recording(metrics: dict[str, float]) -> Recording:
             limit = math.inf
         loss = metrics.get(f"{prefix}/loss", -math.inf)
         loss_limit = metrics.get(f"{prefix}/loss_limit", math.inf)
-        # A state without a loss has -inf, which is fine.
-        loss_is_fine = loss == -math.inf or _is_within(loss, loss_limit)
+        # A state without a loss has -inf, and skips no step for it.
+        has_no_loss = loss == -math.inf and not metrics.get(f"{prefix}/skipped")
+        loss_is_fine = has_no_loss or _is_within(loss, loss_limit)
         if _is_within(norm, limit) and not loss_is_fine:
-            return Recording("loss", value=_inf_for_nan(loss), limit=loss_limit)
-        return Recording("norm", value=_inf_for_nan(norm), limit=limit)
+            return Recording("loss", value=_inf_unless_finite(loss), limit=loss_limit)
+        return Recording("norm", value=_inf_unless_finite(norm), limit=limit)
     return Recording("norm", value=None, limit=math.inf)
 
 
@@ -226,8 +227,8 @@ def _is_within(number: float, limit: float) -> bool:
     return math.isfinite(number) and number <= limit
 
 
-def _inf_for_nan(number: float) -> float:
-    return math.inf if math.isnan(number) else number
+def _inf_unless_finite(number: float) -> float:
+    return number if math.isfinite(number) else math.inf
 
 
 def _prefixes(metrics: dict[str, float]) -> list[str]:
@@ -362,18 +363,17 @@ def _examples(
     values = np.empty(count)
     for rows in microbatches:
         values[rows] = value_of(rows)
-    # A weighted mean over padding alone is 0 / 0. With other examples it is finite.
+    # A weighted mean over padding alone is 0 / 0. With other examples it is finite. If
+    # the whole batch is finite, all values that are not are of padding.
     is_finite = np.isfinite(values)
-    broken = [rows for rows in microbatches if not is_finite[rows].any()]
-    # If the whole batch is finite, all of them are padding.
-    if broken and math.isfinite(value_of_batch):
+    if math.isfinite(value_of_batch):
         values[~is_finite] = 0.0
-        broken = []
-    for rows in broken:
-        with_others = is_finite.copy()
-        with_others[rows] = True
-        if math.isfinite(value_of(with_others)):
-            values[rows] = 0.0
+    else:
+        for rows in microbatches:
+            with_others = is_finite.copy()
+            with_others[rows] = True
+            if not is_finite[rows].any() and math.isfinite(value_of(with_others)):
+                values[rows] = 0.0
     # Masked examples have no gradient.
     nonzero_values = values[values != 0]
     median = median_low(nonzero_values) if nonzero_values.size else math.nan
@@ -382,7 +382,7 @@ def _examples(
     from_the_furthest = np.argsort(-values, kind="stable")
     return Examples(
         median=float(median),
-        far=[int(place) for place in from_the_furthest if is_far[place]],
+        far=[int(index) for index in from_the_furthest if is_far[index]],
         value_without_far=value_of(~is_far) if is_far.any() else value_of_batch,
     )
 

@@ -243,18 +243,20 @@ def blown_up_at_once(loss: Array) -> Array | float:
 
 
 def spikes_before_nan(norm: Array) -> Array | float:
-    """The rows of `bad_batch`, if the norm is NaN or inf soon after the last one and to
-    the end, and at least MANY_SPIKES of them are separate.
+    """The rows of `bad_batch`, if the norm is NaN or inf soon after the last spike and
+    to the end, and at least MANY_SPIKES spikes are separate.
     """
     finite_rows = np.flatnonzero(np.isfinite(norm))
-    ends_finite = finite_rows.size == 0 or finite_rows[-1] == len(norm) - 1
-    if ends_finite:
+    if finite_rows.size == 0:
+        return 0.0
+    last_finite_row = finite_rows[-1]
+    if last_finite_row == len(norm) - 1:
         return 0.0
     values = np.zeros(len(norm))
     values[finite_rows] = bad_batch(norm[finite_rows])
-    rows = np.flatnonzero(values > LEAST_SPIKE)
-    spikes = 1 + np.count_nonzero(np.diff(rows) > SHORT_WINDOW)
-    is_soon = rows.size > 0 and finite_rows[-1] - rows[-1] <= LONG_WINDOW
+    spike_rows = np.flatnonzero(values > LEAST_SPIKE)
+    spikes = 1 + np.count_nonzero(np.diff(spike_rows) > SHORT_WINDOW)
+    is_soon = spike_rows.size > 0 and last_finite_row - spike_rows[-1] <= LONG_WINDOW
     return values if is_soon and spikes >= MANY_SPIKES else 0.0
 
 
@@ -371,8 +373,8 @@ def vanishing(norm: Array, loss: Array) -> Array | float:
     if is_solved or first_norm == 0:
         return 0.0
     factors = first_norm / _medians(norm, SHORT_WINDOW)
-    comes_back = factors[-1] < VANISHED
-    if comes_back:
+    is_high_at_end = factors[-1] < VANISHED
+    if is_high_at_end:
         return 0.0
     return factors
 

@@ -52,7 +52,7 @@ from .._arguments.helpful_errors import with_helpful_errors
 from .._devices.mesh_types import varying_as_any_of
 from .._norms.norms import global_norm
 from ..per_example._limits import over_limit
-from ..per_example._problem import places_in
+from ..per_example._problem import argnums_list
 
 __all__ = ["AuxiliaryOutput", "BoundedSensitivityCallable", "clipped_grad"]
 
@@ -237,9 +237,9 @@ def clipped_grad(
     private image classification through scale, 2022 (arXiv 2204.13650), for
     `rescale_to_unit_norm`.
     """
-    param_places = places_in(argnums)
-    batch_places = places_in(batch_argnums)
-    key_places = [] if prng_argnum is None else places_in(prng_argnum)
+    param_places = argnums_list(argnums)
+    batch_places = argnums_list(batch_argnums)
+    key_places = [] if prng_argnum is None else argnums_list(prng_argnum)
     role_places = [*param_places, *batch_places, *key_places]
     is_repeated = len(set(role_places)) < len(role_places)
     # The tests of jax_privacy look for the last sentence of this error.

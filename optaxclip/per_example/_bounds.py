@@ -88,7 +88,7 @@ def bounds_of(problem: TracedProblem, choice: Choice) -> Bounds:
     """The bounds of the sum that a choice computes. Only for sums (`problem.is_sum`).
     Nothing is proved of a mean.
     """
-    for eqn in problem.gradient.jaxpr.eqns:
+    for eqn in problem.gradient_program.jaxpr.eqns:
         if has_bits_that_vmap_changes(eqn):
             return Bounds(
                 obstacle="the loss draws random numbers from keys other than threefry's"

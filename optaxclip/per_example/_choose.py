@@ -157,24 +157,24 @@ def _width_of_one_pass(
     if problem.has_symbolic_sizes:
         return size
     # 8 * 2^18 float32 numbers on a CPU, 8 MB. 8 * 2^23 elsewhere, 256 MB
-    most_numbers = 8 * numbers_without_loop()
+    numbers_at_once = 8 * numbers_without_loop()
     if not ghost:
-        fitting_width = most_numbers // max(problem.gradient_size, 1)
+        fitting_width = numbers_at_once // max(problem.gradient_size, 1)
         return even_width(size, max(fitting_width, 1))
-    gradient_size = 0
+    kept_size = 0
     for leaf, plan in zip(jax.tree.leaves(problem.params), ghost.plans):
-        gradient_size += max(leaf.size, plan.kept_size)
-    fitting_width = _fitting_width(size, gradient_size, ghost.captured_size)
-    is_small = size * (gradient_size + ghost.captured_size) <= most_numbers
-    total_work = work_of(problem.program)
-    convolved_work = work_of(problem.program, has_convolution)
+        kept_size += max(leaf.size, plan.kept_size)
+    fitting_width = _fitting_width(size, kept_size, ghost.captured_size)
+    is_small = size * (kept_size + ghost.captured_size) <= numbers_at_once
+    total_work = work_of(problem.loss_program)
+    convolved_work = work_of(problem.loss_program, has_convolution)
     # Convolutions would take most of the time in a loop.
     are_loops_slow = CONVOLUTION_SLOWDOWN_IN_LOOP * convolved_work > total_work
     if jax.default_backend() == "cpu" and not are_loops_slow and not is_small:
         # A CPU is faster with as many gradients as fit its cache, a megabyte, and at
         # least 8. A transformer of 432,000 parameters took half as long with 8 examples
         # at once as with 16.
-        width_of_cache = max(8, numbers_without_loop() // max(gradient_size, 1))
+        width_of_cache = max(8, numbers_without_loop() // max(kept_size, 1))
         fitting_width = min(fitting_width, width_of_cache)
     return even_width(size, fitting_width)
 
@@ -187,10 +187,11 @@ def _fitting_width(size: int, kept_size: int, captured_size: int) -> int:
     microbatch is at most half the batch and captures at most C / 2, so it may keep
     2/3 C: 7/6 C together. Some room for kept numbers is always there.
     """
-    most_numbers = max(size * captured_size // 3, numbers_without_loop() // 4)
-    fitting_width = most_numbers // max(kept_size, 1)
+    most_kept_numbers = max(size * captured_size // 3, numbers_without_loop() // 4)
+    fitting_width = most_kept_numbers // max(kept_size, 1)
     if fitting_width >= size:
         return size
+    # Twice, since a microbatch may keep twice as much as the whole batch.
     return max(min(2 * fitting_width, size // 2), 1)
 
 
@@ -204,7 +205,7 @@ def costs_of(
     gradient_work = MULTIPLICATIONS_PER_NUMBER * problem.gradient_size
     # All work is for one example. The loss runs forward, backward to its inputs, and
     # backward to its parameters. The plain gradient is written once for the batch.
-    plain_work = 3 * work_of(problem.program) + gradient_work / problem.size
+    plain_work = 3 * work_of(problem.loss_program) + gradient_work / problem.size
     # A loss without parameters may have no work.
     plain_work = max(plain_work, 1.0)
     one_pass_work = plain_work + gradient_work
@@ -213,7 +214,7 @@ def costs_of(
     slowdown = CONVOLUTION_SLOWDOWN
     if _width_of_one_pass(problem, ghost, microbatch) < problem.size:
         slowdown = CONVOLUTION_SLOWDOWN_IN_LOOP
-    one_pass_work += (slowdown - 1) * 3 * work_of(problem.program, has_convolution)
+    one_pass_work += (slowdown - 1) * 3 * work_of(problem.loss_program, has_convolution)
     # Captured arrays are written and read, and so are gradients that are kept.
     written_size = ghost.kept_size
     for site in ghost.split_program.sites:
@@ -243,19 +244,20 @@ def _method_for_convolutions(
     of one example would reach the others, and grouped ones are slow.
 
     Raises:
-      ValueError: a batch that is split. The compiler raises it if only the compiler
-        knows the split.
+      ValueError: a batch that is split (`_refuse_a_split`).
     """
     only_in_rules = _convolutions_only_in_rules(problem)
-    convolutions = convolutions_of(problem.program) + only_in_rules
+    convolutions = convolutions_of(problem.loss_program) + only_in_rules
     may_be_split = len(convolutions) > 0 and _may_be_split(problem.batch)
     # On all platforms: where a traced program runs is not known yet, and JAX with a GPU
     # has a CPU too. No GPU was tried.
     any_lets_nan_through = any(map(lets_nan_through, convolutions))
     if not may_be_split and not any_lets_nan_through:
         return method, microbatch
-    if ghost and not only_in_rules and not _makes_kernel_gradients(ghost):
-        return "ghost", microbatch
+    if ghost and not only_in_rules:
+        sites = ghost.gradient_sites
+        if not any(has_convolution(site.eqn) for site in sites):
+            return "ghost", microbatch
     if may_be_split:
         _refuse_a_split(
             problem.batch,
@@ -278,14 +280,9 @@ def _convolutions_only_in_rules(problem: TracedProblem) -> list[JaxprEqn]:
     """Convolutions of a kind that only the gradient has. A rule of the user's
     (custom_vjp, custom_jvp) makes them.
     """
-    kinds = set(map(kind_of, convolutions_of(problem.program)))
-    convolutions = convolutions_of(problem.gradient)
+    kinds = set(map(kind_of, convolutions_of(problem.loss_program)))
+    convolutions = convolutions_of(problem.gradient_program)
     return [eqn for eqn in convolutions if kind_of(eqn) not in kinds]
-
-
-def _makes_kernel_gradients(ghost: GhostClipping) -> bool:
-    """Whether ghost clipping needs gradients of examples by a convolution's kernel."""
-    return any(has_convolution(site.eqn) for site in ghost.gradient_sites)
 
 
 def _may_be_split(batch: PyTree) -> bool:

@@ -105,7 +105,8 @@ class ExampleFactors(NamedTuple):
     # count.
     reported: Array
     is_counted: Array  # bool[batch]: is not masked, and has finite norms
-    inverse_divisor: Array  # float[batch]: the same number for all examples
+    # float[batch]: the same number for all examples, for the dot of `weighted_sum`
+    inverse_divisor: Array
 
     def of_group(self, group_index: int) -> GroupFactors:
         """The factors for the parameters of a group."""

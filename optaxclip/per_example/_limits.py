@@ -84,7 +84,7 @@ class Limits(NamedTuple):
             elif is_function(value):
                 limit = self._limit_from(value, norms[:, group_index], is_counted)
             limits.append(in_norm_dtype(norms.dtype, limit))
-        # A traced limit may be negative, and then counts as 0.
+        # A traced limit, or one from a function, may be negative, and then counts as 0.
         return jnp.maximum(jnp.stack(limits), 0)
 
     def _limit_from(
@@ -103,20 +103,24 @@ class Limits(NamedTuple):
         return jnp.where(jnp.any(is_counted), limit, 0)
 
     def example_limit(self, norm_of_sum: float) -> tuple[Any, str | None]:
-        """The limit of the norm of one example over all groups, and None. Or None, and
-        why there is no proof of a limit, as a sentence. A traced limit has its value
-        only when the program runs. Then it is inf if there is no proof.
+        """The limit of the norm of one example over all groups.
 
         Args:
-          norm_of_sum: the most that the norm of the sum may be, as a multiple of the
-            limit.
+          norm_of_sum: the most that the norm of the sum over examples may be, as a
+            multiple of the limit (`Bounds.norm_of_sum`).
+
+        Returns:
+          (limit, None), or (None, reason) if no limit can be proved. A traced limit has
+          its value only when the program runs, and is inf if it cannot be proved.
         """
         # `over_limit` returns at most 1, and multiplies by at most 1 over the limit.
         factor_per_limit = factor_per_limit_of(self.shrink)
         if self.shrink is not over_limit and factor_per_limit > MOST_FACTOR_PER_LIMIT:
             obstacle = "may return more than the limit"
             if is_ours(self.shrink):
-                obstacle = "may lengthen a small gradient by more than 1e5 limits"
+                obstacle = (
+                    "may multiply a small gradient by more than 1e5 times the limit"
+                )
             return None, (
                 f"the shrink {shown(self.shrink)} {obstacle}. Take another one of "
                 "optaxclip.shrinks, such as hard."

@@ -23,7 +23,9 @@ Argnums = int | Sequence[int]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Problem:
-    """A loss of one example, parameters, a batch of examples, and their limits."""
+    """A loss of one example, parameters, a batch of examples, and their limits. It is a
+    pytree, which `on_each_device` splits over devices.
+    """
 
     call: str  # the function that the user called, for errors
     # (params, example, shared) -> (value, aux)
@@ -82,19 +84,19 @@ class Signature(NamedTuple):
           TypeError, ValueError: arguments that do not fit the roles or the limits.
         """
         count = len(args)
-        param_places = self._places("argnums", self.argnums, count)
-        shared_places = self._places("shared_argnums", self.shared_argnums, count)
-        named_places = {*param_places, *shared_places}
-        if len(named_places) < len(param_places) + len(shared_places):
+        param_argnums = self._argnums("argnums", self.argnums, count)
+        shared_argnums = self._argnums("shared_argnums", self.shared_argnums, count)
+        named_argnums = {*param_argnums, *shared_argnums}
+        if len(named_argnums) < len(param_argnums) + len(shared_argnums):
             raise ValueError(
                 f"{self.call}: argnums={shown(self.argnums)} and shared_argnums="
                 f"{shown(self.shared_argnums)} must be different arguments."
             )
         # All other arguments are the batch.
-        batch_places = [place for place in range(count) if place not in named_places]
-        size = self._example_count({place: args[place] for place in batch_places})
-        batch = tuple(args[place] for place in batch_places)
-        all_params = tuple(args[place] for place in param_places)
+        batch_argnums = [i for i in range(count) if i not in named_argnums]
+        size = self._example_count({argnum: args[argnum] for argnum in batch_argnums})
+        batch = tuple(args[argnum] for argnum in batch_argnums)
+        all_params = tuple(args[argnum] for argnum in param_argnums)
         is_one_param = not isinstance(self.argnums, Sequence)
         is_present = jnp.ones(size, bool) if mask is None else jnp.asarray(mask)
         if is_present.dtype != bool or is_present.shape != (size,):
@@ -102,14 +104,15 @@ class Signature(NamedTuple):
                 f"{self.call}: mask must be bool[{size}], one for each example, got "
                 f"{is_present.dtype}{list(is_present.shape)}."
             )
-        places_by_role = [*param_places, *batch_places, *shared_places]
+        argnums_by_role = [*param_argnums, *batch_argnums, *shared_argnums]
 
         def loss_of_roles(
             params: PyTree, example: PyTree, shared: list[Any]
         ) -> tuple[jax.Array, PyTree]:
             param_args = [params] if is_one_param else params
-            arg_at = dict(zip(places_by_role, [*param_args, *example, *shared]))
-            returned = self.loss(*(arg_at[place] for place in range(count)))
+            args_by_role = [*param_args, *example, *shared]
+            arg_by_argnum = dict(zip(argnums_by_role, args_by_role))
+            returned = self.loss(*(arg_by_argnum[i] for i in range(count)))
             # Always with aux, so that all methods handle one form.
             return returned if self.has_aux else (returned, None)
 
@@ -127,33 +130,33 @@ class Signature(NamedTuple):
             batch=batch,
             is_present=is_present,
             # Not an argument of jax.vmap, since it may be a function.
-            shared=[args[place] for place in shared_places],
+            shared=[args[argnum] for argnum in shared_argnums],
             limits=self.limits,
             groups=groups,
             divisor=divisor,
             explicit_devices=1,
         )
 
-    def _places(self, option: str, argnums: Argnums, count: int) -> list[int]:
-        """The places that an option names among the `count` arguments of a call, from
-        0 to `count` - 1.
+    def _argnums(self, option: str, argnums: Argnums, count: int) -> list[int]:
+        """The arguments that an option names, of the `count` arguments of a call, as
+        numbers from 0 to `count` - 1.
         """
-        places = places_in(argnums)
-        if not all(-count <= place < count for place in places):
+        entries = argnums_list(argnums)
+        if not all(-count <= entry < count for entry in entries):
             raise ValueError(
                 f"{self.call}: {option}={shown(argnums)}, but the function was called "
                 f"with {count} positional arguments."
             )
         # Of three arguments -1 and 2 are the same.
-        return [place % count for place in places]
+        return [entry % count for entry in entries]
 
     def _example_count(self, batch_args: dict[int, PyTree]) -> int:
         """The number of examples: the size that the first axes of the batch share."""
         sizes: dict[str, Any] = {}
-        for place, tree in batch_args.items():
+        for argnum, tree in batch_args.items():
             for path, leaf in jax.tree.leaves_with_path(tree):
                 # "argument 1 at 'x'", or "argument 2" for one that is an array itself.
-                name = f"argument {place}"
+                name = f"argument {argnum}"
                 if path:
                     name += f" at {trees.path_name(path)!r}"
                 # An array without axes is mostly a number for all, or one random key.
@@ -190,8 +193,8 @@ class Signature(NamedTuple):
         return arrays
 
 
-def places_in(argnums: Argnums) -> list[int]:
-    """The places of arguments that an option names, from an int or several."""
+def argnums_list(argnums: Argnums) -> list[int]:
+    """The arguments that an option names, as a list of ints also for one int."""
     entries = argnums if isinstance(argnums, Sequence) else [argnums]
     return [operator.index(entry) for entry in entries]
 

@@ -29,8 +29,8 @@ FunctionOfOne = Callable[[PyTree, PyTree], tuple[Any, PyTree]]
 # that is not a callback has None as well.
 ONE_BY_ONE = (None, "sequential", "sequential_unrolled")
 HINT_FOR_SPLIT_TABLES = (
-    "an Explicit mesh axis splits a parameter, but not the batch. In the loss look up "
-    "rows of such a table by table.at[rows].get(out_sharding=jax.sharding."
+    "an Explicit mesh axis splits a parameter, but not the batch. If that parameter is "
+    "a table, look up its rows by table.at[rows].get(out_sharding=jax.sharding."
     "PartitionSpec()), or make the axis Auto."
 )
 
@@ -39,10 +39,10 @@ HINT_FOR_SPLIT_TABLES = (
 class TracedProblem(Problem):
     """A problem on one device, with the program of its loss."""
 
-    program: ClosedJaxpr  # of the loss of one example
-    # Of its gradient. Backward rules of the user's are only in here
-    gradient: ClosedJaxpr
-    # Runs `program`, so that each compilation calls the user's function once
+    loss_program: ClosedJaxpr  # of the loss of one example
+    # Backward rules of the user's are only in here
+    gradient_program: ClosedJaxpr
+    # Runs `loss_program`, so that each compilation calls the user's function once
     traced_loss: FunctionOfOne
     out_tree: Any  # of the value and aux
     # For each parameter, the mesh axes over which its gradient is split
@@ -67,23 +67,23 @@ def traced(problem: Problem, signature: Signature) -> TracedProblem:
     def loss_of_one(params: PyTree, example: PyTree) -> tuple[jax.Array, PyTree]:
         return problem.loss(params, example, problem.shared)
 
-    program, result_types = _program_of(loss_of_one, problem, signature)
-    _check_program(problem.call, program, batch_axes)
+    loss_program, result_types = _program_of(loss_of_one, problem, signature)
+    _check_program(problem.call, loss_program, batch_axes)
     out_tree = jax.tree.structure(result_types)
 
     def traced_loss(params: PyTree, example: PyTree) -> tuple[jax.Array, PyTree]:
-        outputs = jaxpr_as_fun(program)(*jax.tree.leaves((params, example)))
+        outputs = jaxpr_as_fun(loss_program)(*jax.tree.leaves((params, example)))
         return jax.tree.unflatten(out_tree, outputs)
 
     # A rule of jax.custom_jvp or jax.custom_vjp is a program in the gradient only.
     # JAX refuses a loss that is not one real number.
     gradient_of_one = jax.grad(traced_loss, has_aux=True)
-    gradient, _ = _program_of(gradient_of_one, problem, signature)
-    _check_program(problem.call, gradient, batch_axes)
+    gradient_program, _ = _program_of(gradient_of_one, problem, signature)
+    _check_program(problem.call, gradient_program, batch_axes)
     return TracedProblem(
         **vars(problem),
-        program=program,
-        gradient=gradient,
+        loss_program=loss_program,
+        gradient_program=gradient_program,
         traced_loss=traced_loss,
         out_tree=out_tree,
         axes_of_params=axes_of_params,
@@ -158,8 +158,8 @@ def _check_program(call: str, program: ClosedJaxpr, batch_axes: AxisNames) -> No
     """
     equations = equations_of(program)
     # Devices may share the work on one example along mesh axes that do not split the
-    # batch, also along those of a shard_map in the loss. Names that are not mesh axes
-    # are of an outer jax.vmap.
+    # batch, also along those of a shard_map in the loss. Any other name belongs to an
+    # outer jax.vmap.
     safe_axes = set(mesh_types.manual_axes())
     for eqn in equations:
         if eqn.primitive.name == "shard_map":

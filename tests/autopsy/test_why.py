@@ -283,7 +283,7 @@ def test_a_loss_that_breaks_only_its_own_limit(saved):
     assert (verdict.cause, verdict.examples[0]) == ("data", 5)
 
 
-@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("loss_rule", [30.0, np.inf])
 def test_a_loss_that_is_not_finite_breaks_any_limit(saved, wrong, loss_rule):
     def shifted(params, x, y, shifts):

@@ -267,15 +267,15 @@ WITHOUT_BOUND = {
     ),
     "normalize": (
         lambda: result_of(1.0, shrink=shrinks.normalize),
-        "the shrink .*normalize.* may lengthen",
+        "the shrink .*normalize.* may multiply",
     ),
     "auto_s as normalize": (
         lambda: result_of(1.0, shrink=shrinks.auto_s(0.9e-5)),
-        r"the shrink auto_s\(9e-06\) may lengthen",
+        r"the shrink auto_s\(9e-06\) may multiply",
     ),
     "psac as normalize": (
         lambda: result_of(1.0, shrink=shrinks.psac(2.4e-11)),
-        r"the shrink psac\(2.4e-11\) may lengthen",
+        r"the shrink psac\(2.4e-11\) may multiply",
     ),
     "keys of rbg": (
         result_of_rbg_keys,

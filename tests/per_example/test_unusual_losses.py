@@ -206,12 +206,22 @@ def with_noise(p, x):
     return jnp.sum(lax.scan(turn, x, keys)[0] ** 2)
 
 
+def with_noise_without_data(p, x):
+    """Random bits in a scan, of which one equation has no parameter."""
+    keys = jax.random.split(jax.random.key(3, impl="rbg"), 3)
+
+    def turn(h, key):
+        return jnp.tanh(p["w"][0] * h + x + jax.random.uniform(key)), None
+
+    return jnp.sum(lax.scan(turn, x, keys)[0] ** 2)
+
+
 def with_learned_padding(p, x):
     return jnp.sum(lax.pad(layer(p, x), p["w"][0, 0], [(1, 2, 0)]) ** 2)
 
 
 def test_a_loss_that_is_another_in_parts_takes_one_pass():
-    for loss in (asking, with_noise, with_learned_padding):
+    for loss in (asking, with_noise, with_noise_without_data, with_learned_padding):
         with pytest.raises(ValueError, match=r'must be "one_pass" or .*, got "ghost"'):
             clipped_grad(loss, 0.5, method="ghost")(PARAMS, ROWS)
         each = gradients(loss, PARAMS, ROWS)
@@ -227,10 +237,14 @@ def with_kernel_of_example(p, x):
     return jnp.sum(lax.conv_general_dilated(image, kernel, (1,), "SAME"))
 
 
+OTHER_KEYS = (
+    "random numbers from keys other than threefry's, beside parameters or in a scan"
+)
 OBSTACLES = {
     in_refs: "a loss with refs (jax.new_ref)",
     asking: "symbolic_zeros in a rule for parameters",
-    with_noise: "random numbers beside parameters that are not of threefry keys",
+    with_noise: OTHER_KEYS,
+    with_noise_without_data: OTHER_KEYS,
     with_learned_padding: "a learned value of lax.pad",
     with_kernel_of_example: "a convolution whose kernel depends on the example",
 }

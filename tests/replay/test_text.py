@@ -286,6 +286,16 @@ def test_decimal_commas_are_read_as_points(tmp_path):
     assert log.columns["tenths"].values.tolist() == [5.0] * 40 and log.notes == []
 
 
+@pytest.mark.parametrize("pattern", [None, r"norm (?P<grad_norm>\S+)"])
+def test_commas_between_thousands_are_left_out(tmp_path, pattern):
+    path = tmp_path / "run.log"
+    norms = [850, 920, 1250, 870, 12400, 1000000]
+    path.write_text("\n".join(f"step 1,00{i} norm {n:,}" for i, n in enumerate(norms)))
+    log = read_log(path, "read_history", pattern)
+    assert log.columns["grad_norm"].values.tolist() == norms
+    assert "Commas between digits are read as thousands separators." in log.notes
+
+
 def test_of_the_parts_of_a_pattern_only_those_that_are_needed_stay(text_file):
     path = text_file("loss {loss} grad norm {norm}", noise="val loss 3.0")
     assert r"\bloss\s+(?P<loss>\S*\w)|grad" in pattern_of(path)

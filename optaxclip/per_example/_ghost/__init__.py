@@ -45,7 +45,7 @@ from .._traced import TracedProblem
 from .capture import CapturedOfSites, at_sites, capture
 from .plans import GradientPlan, LeafPlan, OuterProductPlan, UnusedPlan, plans_of
 from .sites import Site, SplitProgram, split_loss
-from .values import WideValues, bind, over_turns, widened
+from .values import WideValues, bind, over_iterations, widened
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,25 +210,25 @@ def _tapped_outputs(values: WideValues, site: Site, inputs: list[Any]) -> list[A
     """
     operands = [values.value(origin) for origin in site.operands.values()]
 
-    def outputs_of_turn(
+    def outputs_of_iteration(
         operands: list[Any], data: tuple[list[Any], Array]
     ) -> list[Any]:
-        inputs, turn_zero = data
+        inputs, iteration_zero = data
         if has_backward_rule(site.eqn):
-            # With a zero for each turn, a rule of the user's sees the cotangent of each
-            # turn of a scan.
-            operands = [x + turn_zero.astype(x.dtype) for x in operands]
+            # With a zero for each iteration of a scan, a rule of the user's sees the
+            # cotangent of each one.
+            operands = [x + iteration_zero.astype(x.dtype) for x in operands]
         arguments = list(inputs)
-        # In ascending order, so that each operand comes to its place.
-        for place, operand in zip(site.operands, operands):
-            arguments.insert(place, operand)
+        # In ascending order, so that each operand comes to its index.
+        for input_index, operand in zip(site.operands, operands):
+            arguments.insert(input_index, operand)
         outputs = bind(site.eqn, arguments, is_wide=True)
         return [outputs[index] for index in site.tapped]
 
     scan_depths = range(len(site.scan_lengths))
-    run = over_turns(outputs_of_turn, site.operands.values(), scan_depths)
-    turn_zeros = jnp.zeros(site.scan_lengths)
-    return run(operands, (inputs, turn_zeros))
+    run = over_iterations(outputs_of_iteration, site.operands.values(), scan_depths)
+    iteration_zeros = jnp.zeros(site.scan_lengths)
+    return run(operands, (inputs, iteration_zeros))
 
 
 def _after(first: Array, is_counted: Array) -> Array:
@@ -250,7 +250,7 @@ def _after(first: Array, is_counted: Array) -> Array:
 def ghost_of(problem: TracedProblem) -> GhostClipping:
     """Ghost clipping of a problem. Raises CannotSplit if its loss cannot be split."""
     params = jax.tree.leaves(problem.params)
-    program = split_loss(problem.program, params)
+    program = split_loss(problem.loss_program, params)
     return GhostClipping(
         program,
         params,

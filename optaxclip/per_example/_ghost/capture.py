@@ -6,7 +6,7 @@ examples are made of:
 
 Each output of a site has a tap: a value whose cotangent is the cotangent of the output.
 
-A value in a scan has axes for its turns in front, the outermost scan first.
+A value in a scan has axes for its iterations in front, the outermost scan first.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from .values import bind
 
 
 class Captured(NamedTuple):
-    """The arrays of one site, [example, *turns of scans, ...]."""
+    """The arrays of one site, [example, *iterations of scans, ...]."""
 
     inputs: list[Array]  # the data that came in
     cotangents: list[Array]  # of the outputs that are tapped
@@ -126,8 +126,8 @@ def _run(
                 output = outputs[index] + example_zero.astype(outputs[index].dtype)
                 outputs[index] = _tapped(output, tap)
             inputs_of_sites[site.site_index] = []
-            for place, array in enumerate(inputs):
-                if place not in site.operands:
+            for input_index, array in enumerate(inputs):
+                if input_index not in site.operands:
                     inputs_of_sites[site.site_index].append(array)
         write(eqn.outvars, outputs)
     return read(program.jaxpr.outvars), inputs_of_sites
@@ -165,16 +165,16 @@ def _runner_of_body(eqn: JaxprEqn, body: SplitProgram) -> Callable[..., Any]:
     def scan(inputs: list[Any], taps: Taps, example_zero: Array) -> Any:
         consts = inputs[:consts_end]
 
-        def turn(carry: list[Any], slices_and_taps: Any) -> tuple[Any, Any]:
-            slices, taps_of_turn = slices_and_taps
+        def run_iteration(carry: list[Any], slices_and_taps: Any) -> tuple[Any, Any]:
+            slices, taps_of_iteration = slices_and_taps
             args = [*consts, *carry, *slices]
-            outputs, inputs_of_sites = run(args, taps_of_turn, example_zero)
+            outputs, inputs_of_sites = run(args, taps_of_iteration, example_zero)
             new_carry = outputs[:carry_count]
             return new_carry, (outputs[carry_count:], inputs_of_sites)
 
         # With the options of the loss, so that the loop runs as it asks for.
         carry, (outputs, inputs_of_sites) = lax.scan(
-            turn,
+            run_iteration,
             inputs[consts_end:carry_end],
             (inputs[carry_end:], taps),
             length=params["length"],

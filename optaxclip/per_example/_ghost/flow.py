@@ -12,7 +12,8 @@ Flags = list[bool]
 class Flow(NamedTuple):
     """How a backward pass goes through an equation."""
 
-    # For each output, whether it has a cotangent: a carry also if the next turn has one
+    # For each output, whether it has a cotangent: a carry also if the next iteration
+    # has one
     from_outputs: Flags
     to_inputs: Flags  # for each input, whether it gets one
 
@@ -62,7 +63,7 @@ def _backward_through_scan(eqn: JaxprEqn, has_cotangent: Flags) -> Flow:
     consts, carries = counts_of_scan(eqn)
     while True:
         _, to_inputs = backward_through(body_of(eqn), has_cotangent)
-        # A carry that one turn needs comes out of the turn before.
+        # A carry that one iteration needs comes out of the iteration before.
         to_carries = to_inputs[consts : consts + carries]
         carry_flags = [a or b for a, b in zip(has_cotangent, to_carries)]
         if carry_flags == has_cotangent[:carries]:

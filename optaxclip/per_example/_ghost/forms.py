@@ -48,9 +48,9 @@ class Form(NamedTuple):
     stack: Sequence[int]
     rows: Sequence[int]
     columns: Sequence[int]
-    # In one turn of a scan. At least 1, since `plans_of` leaves out empty sites
+    # In one iteration of a scan. At least 1, since `plans_of` leaves out empty sites
     positions: int
-    # From inputs and cotangent of one example, in one turn of a scan
+    # From inputs and cotangent of one example, in one iteration of a scan
     outer_products: Callable[..., OuterProducts]
     # Of a convolution. Each group has a part of the columns, and its own matrix in the
     # stack of the outer products.
@@ -265,8 +265,8 @@ def _patches(image: Array, window: list[int], params: dict[str, Any]) -> Array:
     return jnp.stack(pixels_by_offset, -2)
 
 
-def _in_shape(site: Site, place: int) -> tuple[int, ...]:
-    return type_of(site.eqn.invars[place]).shape
+def _in_shape(site: Site, input_index: int) -> tuple[int, ...]:
+    return type_of(site.eqn.invars[input_index]).shape
 
 
 def size_along(shape: Sequence[int], axes: Sequence[int]) -> int:

@@ -1,7 +1,7 @@
 """A parameter as a stack of matrices, at each site that takes it.
 
-Turns of a scan that slices the parameter belong to the stack. Turns that share it are
-positions, and so are several sites of one parameter.
+Iterations of a scan that slices the parameter belong to the stack. Iterations that
+share it are positions, and so are several sites of one parameter.
 """
 
 import math
@@ -28,20 +28,20 @@ class Operand(NamedTuple):
     """A value made of a parameter, where a site takes it."""
 
     site: Site
-    place: int  # among the inputs of the site
+    input_index: int  # among the inputs of the site
 
     @property
     def origin(self) -> Origin:
-        return self.site.operands[self.place]
+        return self.site.operands[self.input_index]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape in one turn of the scans around the site."""
-        return type_of(self.site.eqn.invars[self.place]).shape
+        """Its shape in one iteration of the scans around the site."""
+        return type_of(self.site.eqn.invars[self.input_index]).shape
 
     @property
     def size(self) -> int:
-        """How many numbers it has in all turns of the scans that slice it."""
+        """How many numbers it has in all iterations of the scans that slice it."""
         size = math.prod(self.shape)
         for scan_depth in self.origin.slicing_scans:
             size *= self.site.scan_lengths[scan_depth]
@@ -103,7 +103,7 @@ class Matrix(NamedTuple):
 
     @property
     def positions(self) -> int:
-        """The positions in all turns of scans that share the matrix."""
+        """The positions in all iterations of scans that share the matrix."""
         positions = self.form.positions
         for scan_depth, length in enumerate(self.site.scan_lengths):
             if scan_depth not in self.operand.origin.slicing_scans:
@@ -145,18 +145,18 @@ class Matrix(NamedTuple):
 
         origin = self.operand.origin
         for _ in origin.slicing_scans:
-            matrices_of = _with_turns_along(STACK_AXIS, matrices_of)
+            matrices_of = _with_iterations_along(STACK_AXIS, matrices_of)
         return matrices_of(values.value(origin))
 
     def outer_products(self, captured: Captured) -> OuterProducts:
         """The outer products for a batch."""
         of_example = self.form.outer_products
-        # The innermost scan first, so that turns of the outermost are in front.
+        # The innermost scan first, so that iterations of the outermost are in front.
         for scan_depth in reversed(range(len(self.site.scan_lengths))):
             axis = POSITION_AXIS
             if scan_depth in self.operand.origin.slicing_scans:
                 axis = STACK_AXIS
-            of_example = _with_turns_along(axis, of_example)
+            of_example = _with_iterations_along(axis, of_example)
         (cotangent,) = captured.cotangents
         a, c = jax.vmap(of_example)(captured.inputs, cotangent)
         if self.is_transposed:
@@ -164,17 +164,19 @@ class Matrix(NamedTuple):
         return OuterProducts(a, c)
 
 
-def _with_turns_along(axis: int, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Turns a function for one turn of a scan into a function for all its turns. An
-    axis of the results gets longer: it has the entries of all turns, one turn after the
-    other.
+def _with_iterations_along(
+    axis: int, function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The function for all iterations of a scan, from a function for one iteration. An
+    axis of the results gets longer: it has the entries of all iterations, one iteration
+    after the other.
     """
-    of_all_turns = jax.vmap(function, out_axes=axis)
+    of_all_iterations = jax.vmap(function, out_axes=axis)
 
     def joined(x: Array) -> Array:
         return lax.collapse(x, axis, axis + 2)
 
-    return lambda *arrays: jax.tree.map(joined, of_all_turns(*arrays))
+    return lambda *arrays: jax.tree.map(joined, of_all_iterations(*arrays))
 
 
 def _matrix_at(operand: Operand) -> Matrix | None:

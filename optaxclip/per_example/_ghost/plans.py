@@ -10,10 +10,11 @@ and c_t the cotangent of its output: G = sum_t a_t c_t'. f is the factor of the 
     gradient   the same by JAX's own derivative, where there are no outer products
     unused     0
 
-Each has a class with what it costs, the source of its norms, and its weighted sum.
-`plans_of`, at the end, chooses the plan of each parameter. A plan that keeps gradients
-adds them up (`LeafPlan.weighted_sum`). The others add up outer products, a_t (f c_t)',
-of many examples at once (`SummedPlan.weighted_sum`).
+Each has a class with what it costs, the source of its norms, and its weighted sum. Of
+`gradient` and `unused`, `GhostClipping` makes the sources. `plans_of`, at the end,
+chooses the plan of each parameter. A plan that keeps gradients adds them up
+(`LeafPlan.weighted_sum`). The others add up outer products, a_t (f c_t)', of many
+examples at once (`SummedPlan.weighted_sum`).
 """
 
 import math
@@ -272,6 +273,7 @@ class RowsPlan(SummedPlan):
         self, captured: CapturedOfSites, stand_ins: Array
     ) -> list[tuple[Matrix, OuterProducts]]:
         """The rows, and the sums of their cotangents."""
+        # `sums_of_rows` puts each sum at the first position of its row, after sorting.
         rows = joined(self._outer_products(captured)).a
         return [(self.matrices[0], OuterProducts(jnp.sort(rows), stand_ins))]
 
@@ -340,9 +342,9 @@ def plans_of(
         tapped_size = sum(out_type.size for out_type in site.tapped_types)
         if not math.prod(site.scan_lengths) * tapped_size:
             continue
-        for place, origin in site.operands.items():
+        for input_index, origin in site.operands.items():
             for param_index in origin.param_indices:
-                operands_of_params[param_index].append(Operand(site, place))
+                operands_of_params[param_index].append(Operand(site, input_index))
     return [
         _plan_of(param, operands, is_bounded)
         for param, operands in zip(params, operands_of_params)
@@ -369,7 +371,7 @@ def _plan_of(param: Array, operands: list[Operand], is_bounded: bool) -> LeafPla
     by_gram = GramPlan(*arguments)
     if by_gram.positions == 1:
         return ProductPlan(*arguments)
-    # The multiplications of each norm
+    # Multiplications of the norm by matrix. `extra_work` counts those by gram.
     work_of_matrix = by_gram.positions * math.prod(by_gram.matrix_shape)
     if by_gram.extra_work <= work_of_matrix:
         return by_gram

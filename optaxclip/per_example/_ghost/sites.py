@@ -10,10 +10,9 @@ Calls of jit and jax.checkpoint are entered, and so is the body of a scan. Any o
 equation that has a body (cond, while, custom derivatives) is one site. So is a backward
 rule of the user's (custom_vjp) even without data, since it may not be linear.
 
-Parameters and sites have indices, in the order of their lists. The place of an operand
-is its index among the inputs of its site. An output of a site is tapped if its
-cotangent is captured (`capture`). The depth of a scan says how many other scans are
-around it.
+Parameters and sites have indices, in the order of their lists. The input index of an
+operand counts the inputs of its site. An output of a site is tapped if its cotangent is
+captured (`capture`). The depth of a scan says how many other scans are around it.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from ... import _jaxpr
 from ..._jaxpr import CALLS, source_line, type_of
 from .._work import has_convolution
 from .flow import Flags, Flow, backward_through
-from .values import DATA, OTHER_PLACES, SAME_PLACES, SUMS, Computation, Origin, View
+from .values import CHANGES_LAYOUT, DATA, KEEPS_LAYOUT, SUMS, Computation, Origin, View
 
 
 class Site(NamedTuple):
@@ -41,7 +40,7 @@ class Site(NamedTuple):
 
     site_index: int
     eqn: JaxprEqn
-    operands: dict[int, Origin]  # by their places, in ascending order
+    operands: dict[int, Origin]  # by their input indices, in ascending order
     # The indices of the outputs whose cotangents are captured: a backward pass from the
     # loss goes through them to parameters
     tapped: tuple[int, ...]
@@ -56,7 +55,7 @@ class Site(NamedTuple):
     def data_types(self) -> list[ShapedArray]:
         """The types of the inputs that are not operands."""
         types = map(type_of, self.eqn.invars)
-        return [x for place, x in enumerate(types) if place not in self.operands]
+        return [x for index, x in enumerate(types) if index not in self.operands]
 
     @property
     def out_types(self) -> list[ShapedArray]:
@@ -210,8 +209,8 @@ class _Splitter:
         if name == "scan" and (is_site or (has_data and has_inner_convolution)):
             self._add_scan(eqn, flow)
             return
-        # By jax.vmap, gradients of a site are made for all examples at once, and inside
-        # a scan an equation without data runs for all turns at once.
+        # Gradients of a site are made under jax.vmap, over examples. In a scan,
+        # equations without data run under jax.vmap too, over iterations.
         is_mapped = is_site or (len(self.scan_lengths) > 0 and not has_data)
         _check_equation(eqn, in_origins, is_mapped=is_mapped)
         if is_site:
@@ -227,13 +226,14 @@ class _Splitter:
         """
         for atom, is_reached in zip(atoms, has_cotangent):
             origin = self.origin_of(atom)
+            # Only variables have parameters. Literals are constants.
             if is_reached and origin.param_indices:
-                self._add_site(_copy_of(atom), [origin], tapped=(0,))
+                self._add_site(_copy_equation(atom), [origin], tapped=(0,))
 
     def _add_scan(self, eqn: JaxprEqn, flow: Flow) -> None:
         consts_end, carry_end = ends_of_scan(eqn)
         carry = slice(consts_end, carry_end)
-        # The carry is data, since it differs between turns.
+        # The carry is data, since it differs between iterations.
         self.turn_into_data(eqn.invars[carry], flow.to_inputs[carry])
         # Origins are read after that: a parameter that is both the carry and another
         # input must be data in both, or its cotangent would be counted twice.
@@ -242,13 +242,13 @@ class _Splitter:
         slices = [
             _origin_of_slice(origin, scan_depth) for origin in in_origins[carry_end:]
         ]
-        origins_in_turn = [
+        origins_in_body = [
             *in_origins[:consts_end],
             *[DATA] * (carry_end - consts_end),
             *slices,
         ]
         lengths = (*self.scan_lengths, eqn.params["length"])
-        body = self._split_body(eqn, origins_in_turn, flow, lengths)
+        body = self._split_body(eqn, origins_in_body, flow, lengths)
         self._add_step(eqn, [DATA] * len(eqn.outvars), body=body)
 
     def _split_body(
@@ -270,9 +270,9 @@ class _Splitter:
         self, eqn: JaxprEqn, in_origins: list[Origin], tapped: tuple[int, ...]
     ) -> None:
         operands = {}
-        for place, origin in enumerate(in_origins):
+        for input_index, origin in enumerate(in_origins):
             if origin.param_indices:
-                operands[place] = origin
+                operands[input_index] = origin
         site = Site(
             site_index=len(self.all_sites),
             eqn=eqn,
@@ -301,8 +301,8 @@ def ends_of_scan(eqn: JaxprEqn) -> tuple[int, int]:
     return consts, consts + carries
 
 
-def _copy_of(var: Any) -> JaxprEqn:
-    """An equation that copies a variable to itself."""
+def _copy_equation(var: Any) -> JaxprEqn:
+    """An equation that rebinds a variable to its copy."""
     # Traced with a number, which has no mesh and no mesh axes.
     (copy_of_number,) = jax.make_jaxpr(jnp.copy)(0.0).eqns
     return copy_of_number.replace(invars=[var], outvars=[var])
@@ -325,11 +325,14 @@ def _check_equation(
 ) -> None:
     """Raises CannotSplit for an equation that would compute other numbers apart from
     the rest of the loss. `is_mapped` says that it may run under jax.vmap, over examples
-    or over turns of a scan.
+    or over iterations of a scan.
     """
     if is_mapped and _jaxpr.has_bits_that_vmap_changes(eqn):
-        obstacle = "random numbers beside parameters that are not of threefry keys"
-        raise CannotSplit(obstacle, eqn)
+        raise CannotSplit(
+            "random numbers from keys other than threefry's, beside parameters or in a "
+            "scan",
+            eqn,
+        )
     # A rule with symbolic_zeros is told which inputs have a derivative. Apart from the
     # loss it would be told of others.
     has_params = any(origin.param_indices for origin in in_origins)
@@ -365,7 +368,7 @@ def _origins_without_data(eqn: JaxprEqn, in_origins: list[Origin]) -> list[Origi
 
 
 def _origin_of_slice(origin: Origin, scan_depth: int) -> Origin:
-    """The slice that a scan of this depth hands to its body in one turn."""
+    """The slice that a scan of this depth hands to its body in one iteration."""
     view = origin.view
     if view:
         reshapes = (*view.reshapes, ("scan", view.axes))
@@ -380,14 +383,14 @@ def _view_after(eqn: JaxprEqn, views: list[View | None]) -> View | None:
         return None
     reshapes, axes = views[0]
     name = eqn.primitive.name
-    if name in SAME_PLACES:
+    if name in KEEPS_LAYOUT:
         return views[0]
     if name == "transpose":
         return View(reshapes, tuple(axes[axis] for axis in eqn.params["permutation"]))
     in_type = type_of(eqn.invars[0])
     out_type = type_of(eqn.outvars[0])
     # An output with more numbers has copies, which would be counted more than once.
-    if name not in OTHER_PLACES or out_type.size != in_type.size:
+    if name not in CHANGES_LAYOUT or out_type.size != in_type.size:
         return None
     reshape = name, axes, str(eqn.params)
     return View((*reshapes, reshape), axes=tuple(range(out_type.ndim)))

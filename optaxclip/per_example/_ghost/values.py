@@ -20,18 +20,18 @@ from ..._trees import PyTree
 
 # The gradient by one term of a sum does not depend on the other terms.
 SUMS = ("add", "sub", "add_any", "concatenate")
-# The output has all numbers of the input, at the same place or at another.
-SAME_PLACES = (
+# The output has all numbers of the input, in the same layout or in another one.
+KEEPS_LAYOUT = (
     "convert_element_type",
     "copy",
     "sharding_constraint",
     *CASTS_OVER_DEVICES,
 )
-OTHER_PLACES = ("broadcast_in_dim", "expand_dims", "reshape", "rev", "squeeze")
+CHANGES_LAYOUT = ("broadcast_in_dim", "expand_dims", "reshape", "rev", "squeeze")
 # Equations that may run in float32 instead of 16 bits.
 WIDENED = {
-    *SAME_PLACES,
-    *OTHER_PLACES,
+    *KEEPS_LAYOUT,
+    *CHANGES_LAYOUT,
     *SUMS,
     "mul",
     "div",
@@ -50,7 +50,7 @@ WIDENED = {
 
 class View(NamedTuple):
     """How a value is a rearranged parameter, or the slice of one that a scan takes in
-    one turn.
+    one iteration.
     """
 
     # The reshapes and slices from the parameter to the value, each with its options and
@@ -84,7 +84,9 @@ DATA = Origin(is_data=True)
 
 @dataclass(frozen=True, eq=False)
 class Computation:
-    """An equation without data, in all turns of the scans that slice its inputs."""
+    """An equation without data, in all iterations of the scans that slice its
+    inputs.
+    """
 
     eqn: JaxprEqn
     in_origins: list[Origin]
@@ -100,24 +102,26 @@ class Computation:
     def outputs(self, inputs: list[Any]) -> list[Any]:
         """Its outputs, for the values of its inputs."""
 
-        def outputs_of_turn(inputs: list[Any], _: Any) -> list[Any]:
+        def outputs_of_iteration(inputs: list[Any], _: Any) -> list[Any]:
             return bind(self.eqn, inputs, is_wide=True)
 
-        of_all_turns = over_turns(outputs_of_turn, self.in_origins, self.slicing_scans)
+        outputs_of_all = over_iterations(
+            outputs_of_iteration, self.in_origins, self.slicing_scans
+        )
         no_data = ()
-        return of_all_turns(inputs, no_data)
+        return outputs_of_all(inputs, no_data)
 
 
-def over_turns(
+def over_iterations(
     function: Callable[..., Any], origins: Collection[Origin], depths: Collection[int]
 ) -> Callable[..., Any]:
-    """The function for all turns of scans, from a function for one turn.
+    """The function for all iterations of scans, from a function for one iteration.
 
     Args:
       function: takes a list of values without data, and any data. Data have an axis
-        for the turns of each scan in front, and so have results.
-      origins: of the values. A value has an axis for the turns of the scans that slice
-        it. It is the same in all turns of another scan.
+        for the iterations of each scan in front, and so have results.
+      origins: of the values. A value has an axis for the iterations of the scans that
+        slice it. It is the same in all iterations of another scan.
       depths: of the scans.
     """
     # The innermost scan first, so that the axis of the outermost is in front.
