@@ -114,7 +114,7 @@ def main(steps: int = STEPS) -> Result:
     for name, value in reports[-1].items():
         if name.startswith(prefix):
             weight = name.removeprefix(prefix)
-            print(f"{weight:16}  last gradient's norm {value:.4f}")
+            print(f"{weight:16}  last gradient's norm {value:.2g}")
     return Result(reports, accuracy, optimizer)
 
 

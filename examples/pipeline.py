@@ -88,7 +88,8 @@ def main(steps: int = STEPS) -> dict[str, np.ndarray]:
         x = jnp.asarray(x, jnp.float32)
         y = jnp.sin(x @ target)
         # One batch in twenty is broken.
-        if number % 20 == 19:
+        is_broken = number % 20 == 19
+        if is_broken:
             y = 30 * y
         stages, losses_of_stages, limits_of_stages = take_step(stages, x, y)
         losses[number] = losses_of_stages[-1]
@@ -96,18 +97,23 @@ def main(steps: int = STEPS) -> dict[str, np.ndarray]:
         limits[number] = limits_of_stages
         if number % 10 == 9:
             loss = losses[number]
-            print_line(number + 1, loss, squares[number], limits[number])
+            print_line(number + 1, loss, squares[number], limits[number], is_broken)
     return {"loss": losses, "squares": squares, "limits": limits}
 
 
 def print_line(
-    step: int, loss: np.float32, squares: np.ndarray, limits: np.ndarray
+    step: int,
+    loss: np.float32,
+    squares: np.ndarray,
+    limits: np.ndarray,
+    is_broken: bool,
 ) -> None:
     squares_after = np.minimum(squares, limits**2)
     before = squares.sum() ** 0.5
     after = squares_after.sum() ** 0.5
     share = after / LIMIT
-    print(f"{step:6}  {loss:6.3f}  {before:11.3f}  {share:18.6f}", flush=True)
+    note = "  broken batch" if is_broken else ""
+    print(f"{step:6}  {loss:6.3f}  {before:11.3f}  {share:18.6f}{note}", flush=True)
 
 
 def apply_layer(weights: Array, x: Array) -> Array:

@@ -5,6 +5,7 @@ dot for each optimizer. Methods that no fault harms share one row.
 import json
 import re
 import textwrap
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ TITLE = (
 GOOD = "stop every fault"
 PARTIAL = "let faults through"
 WORSE = "harm healthy runs"
-LABEL_WIDTH = 32  # letters of a line
+LABEL_WIDTH = 34  # letters of a line
 OFFSETS = 0.15, -0.15  # of the dots of each optimizer, so that none hides another
 
 
@@ -103,8 +104,13 @@ def rows_of(no_clip: Summary, groups: dict[str, list[Summary]]) -> list[Row]:
         if heading == GOOD:
             # The usual clip is named first.
             names = ["+".join(re.findall(r"(\w+)\(", x.method)) for x in clips]
-            names = dict.fromkeys([GLOBAL.partition("(")[0], *names])
-            rows.append(Row(textwrap.fill(", ".join(names), LABEL_WIDTH), clips))
+            usual = GLOBAL.partition("(")[0]
+            names.sort(key=lambda name: name != usual)
+            texts = [
+                name if count == 1 else f"{name} ({count}\N{NO-BREAK SPACE}settings)"
+                for name, count in Counter(names).items()
+            ]
+            rows.append(Row(textwrap.fill(", ".join(texts), LABEL_WIDTH), clips))
         else:
             rows += [Row(clip.method, [clip]) for clip in clips]
     return rows
