@@ -23,6 +23,8 @@ from .loops import (
     in_bfloat16,
     in_dtype,
     loss_and_norm,
+    recorded,
+    rows_of,
     schedule,
     train,
 )
@@ -131,6 +133,28 @@ def decay_of_wrong_sign(problem: Problem) -> Rows:
         optax.scale_by_adam(), optax.add_decayed_weights(-5.0), optax.scale(-3e-3)
     )
     return train(problem, core)
+
+
+def decay_too_strong(problem: Problem) -> Rows:
+    return train(problem, optax.adamw(1e-3, weight_decay=30.0))
+
+
+def never_reset(problem: Problem) -> Rows:
+    """Each step has the sum of all gradients so far."""
+    optimizer = recorded(optax.adam(3e-3))
+
+    def step(carry, batch):
+        params, state, total = carry
+        value, grads = jax.value_and_grad(problem.loss)(params, *batch)
+        total = optax.tree.add(total, grads)
+        updates, state = optimizer.update(total, state, params)
+        row = {"loss": value, "grad_norm": optax.tree.norm(total)}
+        row |= optaxclip.metrics(state)
+        return (optax.apply_updates(params, updates), state, total), row
+
+    params = jax.tree.map(jnp.asarray, problem.params)
+    carry = params, optimizer.init(params), optax.tree.zeros_like(params)
+    return rows_of(step, carry, problem.batches)
 
 
 def block_without_gradient(seed: int, block: int) -> Rows:
@@ -376,6 +400,23 @@ BROKEN = trainings(
             "Q-learning without a target network",
             with_each(q_learning, 0.99, 1.2),
             causes=("divergence", "steady growth", "learning rate", "growing weights"),
+        ),
+    ],
+    first_seed=0,
+)
+
+# Their causes were added after the halves of BROKEN had been drawn, and limits set.
+BROKEN_LATER = trainings(
+    [
+        Way(
+            "gradients that are never reset",
+            on_both(never_reset),
+            causes=("gradients add up",),
+        ),
+        Way(
+            "weight decay far too strong",
+            on_both(decay_too_strong),
+            causes=("shrinking weights",),
         ),
     ],
     first_seed=0,

@@ -70,6 +70,7 @@ SHRINKING_WEIGHTS = "shrinking weights"
 
 PAGE_AT_ONE_STEP = "docs/doctor.md (What changes at one step)"
 PAGE_OF_SPIKES = "docs/run_health.md (My loss spikes, or gradients explode)"
+ROLLBACK = "go back to a checkpoint, with a clip or a lower rate"
 SCALE_ADVICE = (
     "look at the loss scale, at sum or mean, at the number of devices, and at the data"
 )
@@ -185,10 +186,7 @@ CAUSES = (
         limit=1.1,
         evidence="{subject} rises to {value:.3g} times its lowest level, and stays up",
         page=PAGE_AT_ONE_STEP,
-        advice=(
-            "go back to a checkpoint, with a clip or a lower rate. If the loss leaps "
-            "in one row, look at the data first"
-        ),
+        advice=ROLLBACK,
         may_be_right=True,
         least_rows=rules.LEAST_ROWS_OF_LOSS,
     ),

@@ -20,6 +20,7 @@ from ._causes import (
     DIVERGENCE,
     LEAP_OF_RATE,
     LEARNING_RATE,
+    ROLLBACK,
     SHRINKING_WEIGHTS,
     Cause,
     Finding,
@@ -187,7 +188,7 @@ def report_of(log: Log, loss_name: str | None) -> Report:
         *sorted([*leaps, *first_findings], key=_step_of),
         *sorted(judgement.findings_of_setup, key=_step_of),
     ]
-    findings = [_with_advice(finding, log) for finding in findings]
+    findings = [_with_advice(finding, run, log) for finding in findings]
     rates = chain(*run.inputs_of_need[signals.RATE])
     return Report(
         findings=findings,
@@ -334,7 +335,7 @@ def _leaps_of_rate(run: signals.Run, findings: list[Finding]) -> list[Finding]:
     return [_finding(LEAP_OF_RATE, hits)] if hits else []
 
 
-def _with_advice(finding: Finding, log: Log) -> Finding:
+def _with_advice(finding: Finding, run: signals.Run, log: Log) -> Finding:
     """A finding with the advice that other columns give."""
     if finding.cause == BAD_BATCH and finding.rows > MOST_ACCIDENTS:
         advice = (
@@ -351,6 +352,15 @@ def _with_advice(finding: Finding, log: Log) -> Finding:
             f"stop earlier. Else {finding.advice}"
         )
         return finding._replace(advice=advice)
+    if finding.cause == DIVERGENCE and run.leveled_loss is not None:
+        loss, levels = run.leveled_loss
+        row = rules.row_of_rise(loss.values, levels)
+        if rules.leaps_at(row, loss.values, levels):
+            advice = (
+                "the loss leaps there: look first at data and labels of that step, and "
+                f"at weights that were restored. Else {ROLLBACK}"
+            )
+            return finding._replace(advice=advice)
     if finding.cause == CHANGE_OF_SCALE:
         for size in columns_named(signals.NAME_OF_SIZE, log):
             change = _change_near(finding.step, size)

@@ -305,6 +305,15 @@ def row_of_rise(loss: Array, levels: LossLevels) -> int:
     return int(np.argmax(np.append(stays_high & is_high, True)))
 
 
+def leaps_at(row: int, loss: Array, levels: LossLevels) -> bool:
+    """Whether a loss that rises for good makes most of its rise at one row: from the
+    median of the five rows before it to the median of the five from it on.
+    """
+    past = np.median(loss[max(0, row - SHORT_WINDOW) : row]) if row else np.inf
+    future = np.median(loss[row : row + SHORT_WINDOW])
+    return bool(future - past > (levels.last - past) / 2)
+
+
 def _medians_around(values: Array, rows: int) -> Array:
     """For each row the median of `rows` rows around it, of fewer at the ends of the
     log. Where values leap, this median leaps in the same row.

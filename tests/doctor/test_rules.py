@@ -482,7 +482,14 @@ def test_a_long_log_needs_little_memory():
 def test_a_loss_that_leaps_and_stays_has_diverged_from_that_row_on():
     losses = np.concatenate([np.geomspace(4.0, 1.0, 120), np.full(80, 3.5)]) * noisy()
     norms = noisy(seed=1)
-    assert causes_of(rows_of(loss=losses, grad_norm=norms)) == [("divergence", 120)]
+    (finding,) = diagnose(rows_of(loss=losses, grad_norm=norms))
+    assert (finding.cause, finding.step) == ("divergence", 120)
+    assert finding.advice.startswith("the loss leaps there: look first at data")
+    # If it rises over many rows, the data are not to blame.
+    slow_losses = losses.copy()
+    slow_losses[120:] = np.minimum(np.geomspace(1.0, 8.0, 80), 3.5) * noisy(80)
+    finding = found(rows_of(loss=slow_losses, grad_norm=norms), "divergence")
+    assert finding.advice == "go back to a checkpoint, with a clip or a lower rate"
     # The rate comes first, if the updates became long with it.
     ratios = of_updates(np.where(np.arange(200) < 119, 0.01, 0.2))
     rows = rows_of(loss=losses, grad_norm=norms, **ratios)

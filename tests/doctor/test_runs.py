@@ -5,11 +5,11 @@ of those that `python -m benchmarks.doctor` runs.
 import jax
 import pytest
 
-from benchmarks.doctor.broken import BROKEN
+from benchmarks.doctor.broken import BROKEN, BROKEN_LATER
 from benchmarks.doctor.healthy import HEALTHY
 from optaxclip.doctor import diagnose
 
-TRAININGS = {training.name: training for training in [*BROKEN, *HEALTHY]}
+TRAININGS = {training.name: training for training in [*BROKEN, *BROKEN_LATER, *HEALTHY]}
 NAMES_OF_BROKEN = (
     "SGD's rate too high from the start (1)",
     "NaN in the backward pass alone (1)",
@@ -20,6 +20,8 @@ NAMES_OF_BROKEN = (
     "a loss that underflows in float16 (1)",
     "half of the tokens vanish (1)",
     "attention logits explode (1)",
+    "gradients that are never reset (1)",
+    "weight decay far too strong (2)",
 )
 NAMES_OF_HEALTHY = (
     "cosine to zero (1)",
