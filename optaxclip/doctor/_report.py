@@ -343,30 +343,33 @@ def _with_advice(finding: Finding, run: signals.Run, log: Log) -> Finding:
             f"learning rate from {log.unit} {finding.step} on"
         )
         return finding._replace(advice=advice)
-    losses_of_validation = columns_named(VALIDATION_PATTERN, log)
-    if finding.cause == DIVERGENCE and any(
-        loss.name in finding.first_steps for loss in losses_of_validation
-    ):
-        advice = (
-            "if the training loss falls there, the model learns its examples by heart: "
-            f"stop earlier. Else {finding.advice}"
-        )
-        return finding._replace(advice=advice)
-    if finding.cause == DIVERGENCE and run.leveled_loss is not None:
-        loss, levels = run.leveled_loss
-        row = rules.row_of_rise(loss.values, levels)
-        if rules.leaps_at(row, loss.values, levels):
-            advice = (
-                "the loss leaps there: look first at data and labels of that step, and "
-                f"at weights that were restored. Else {ROLLBACK}"
-            )
-            return finding._replace(advice=advice)
+    if finding.cause == DIVERGENCE:
+        return finding._replace(advice=_advice_on_divergence(finding, run, log))
     if finding.cause == CHANGE_OF_SCALE:
         for size in columns_named(signals.NAME_OF_SIZE, log):
             change = _change_near(finding.step, size)
             if change is not None:
                 return finding._replace(advice=change)
     return finding
+
+
+def _advice_on_divergence(finding: Finding, run: signals.Run, log: Log) -> str:
+    """What to do where a loss rises: it may be of a validation, or leap in one row."""
+    losses_of_validation = columns_named(VALIDATION_PATTERN, log)
+    if any(loss.name in finding.first_steps for loss in losses_of_validation):
+        return (
+            "if the training loss falls there, the model learns its examples by heart: "
+            f"stop earlier. Else {ROLLBACK}"
+        )
+    if run.leveled_loss is not None:
+        loss, levels = run.leveled_loss
+        row = rules.row_of_rise(loss.values, levels)
+        if rules.leaps_at(row, loss.values, levels):
+            return (
+                "the loss leaps there: look first at data and labels of that step, and "
+                f"at weights that were restored. Else {ROLLBACK}"
+            )
+    return ROLLBACK
 
 
 def _innocent_reason(finding: Finding, run: signals.Run, log: Log) -> str | None:
@@ -400,9 +403,12 @@ def _reason_of_spikes(finding: Finding, run: signals.Run) -> str | None:
 
 
 def _is_above_start(column: Column, factor: float) -> bool:
-    """Whether a row exceeds a factor times the highest of the first 20 rows."""
+    """Whether a row exceeds a factor times the highest of the first 20 rows. Rows with
+    NaN or inf, as where a loss scale begins too high, are no start.
+    """
     first_values, later_values = np.split(column.values, [rules.LONG_WINDOW])
-    return bool(np.any(later_values > factor * np.nanmax(first_values)))
+    start = np.max(first_values, where=np.isfinite(first_values), initial=0.0)
+    return bool(np.any(later_values > factor * start))
 
 
 def _reason_of_rise(finding: Finding, log: Log) -> str | None:
