@@ -23,8 +23,6 @@ from ._run import (
 USUAL_LIMIT = 1.0
 # The usual limit is taken only if it clips at most this share of the steps.
 MAX_USUAL_SHARE = 0.5
-# So near to it both limits are named as right.
-NEAR_USUAL_SHARE = 0.1
 # Norms fall far if the early median, of the first fifth, is this many times the late
 # one, of the last fifth. A limit of five late medians would then clip at least half of
 # the first fifth. They grow far if it is the other way round.
@@ -95,12 +93,6 @@ def choice_of(column: Column, every: int) -> Choice | None:
     else:
         suggestion = guard
         reasons = _reasons_for_guard(usual.clip_rate, guard, column)
-    is_fixed = isinstance(rule, float)
-    if is_fixed and abs(usual.clip_rate - MAX_USUAL_SHARE) <= NEAR_USUAL_SHARE:
-        reasons.append(
-            f"The advice changes at half of the steps, which is near: {USUAL_LIMIT} "
-            "and the guard are both right."
-        )
     if late >= FAR * early:
         reasons.append(
             f"Norms grow from a median of {early:.3g} in the first fifth of the log to "
@@ -186,18 +178,18 @@ def _reasons_for_usual_limit(
 def _reasons_for_guard(
     usual_share: float, guard: Suggestion, column: Column
 ) -> list[str]:
-    usual = percent(usual_share) if usual_share else "none"
-    reasons = [
+    reason = f"The usual {USUAL_LIMIT} clips none."
+    if usual_share:
+        reason = (
+            f"The usual {USUAL_LIMIT} clips {percent(usual_share)}, more than half: "
+            "you may keep it with Adam, which cancels a constant factor."
+        )
+    return [
         f"Take {guard.rule}, a guard that clips {percent(guard.clip_rate)} of the "
-        f"steps. The usual {USUAL_LIMIT} clips {usual}.",
+        "steps.",
+        reason,
         _steps_above(guard.limit, column),
     ]
-    if usual_share:
-        reasons.append(
-            f"With Adam you may keep {USUAL_LIMIT}: Adam cancels a constant factor, so "
-            "a tight limit only keeps long gradients from counting more."
-        )
-    return reasons
 
 
 def _steps_above(limit: float, column: Column) -> str:
