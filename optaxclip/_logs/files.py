@@ -358,7 +358,7 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
     # belong to the name of a single column.
     first_lines = text.splitlines()[:2]
     delimiter = ","
-    for punctuation in " ,;\t":
+    for punctuation in " ,;\t|":
         if all(punctuation in line for line in first_lines):
             delimiter = punctuation
     if delimiter == " " and re.search(NAMED_NUMBER, first_lines[-1]):
@@ -366,6 +366,9 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
     if delimiter == ";":
         # Spreadsheets write semicolons if their numbers have decimal commas.
         text = text.replace(",", ".")
+    if delimiter == "|":
+        # Markdown puts a line of dashes under the header, and bars around each line.
+        text = re.sub(r"(?m)^[-|:\s]+\n|^\s*\||\|\s*$", "", text)
     reader = csv.reader(
         text.splitlines(keepends=True), delimiter=delimiter, skipinitialspace=True
     )
