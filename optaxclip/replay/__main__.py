@@ -98,21 +98,25 @@ def _print_report(options: argparse.Namespace) -> None:
         ]
     if choice is not None:
         lines += [*_table(choice), "", *ESTIMATES]
-    print("\n".join(lines).strip())
-    if options.to is None and options.picture is None:
-        return
+    report = "\n".join(lines).strip()
     if choice is None:
-        raise ValueError(
-            f"{call}: --to and --picture need one column, and a limit that is "
-            "recommended for it."
-        )
+        print(report)
+        if options.to is not None or options.picture is not None:
+            raise ValueError(
+                f"{call}: --to and --picture need one column, and a limit that is "
+                "recommended for it."
+            )
+        return
     (column,) = columns
-    if options.to is not None:
-        print(_at_batch(log, column, choice, options))
+    # Drawn before anything is printed, since the file may have an unknown ending.
     if options.picture is not None:
         axis = plot_history(run(choice.rule, column.values), steps=column.steps)
         axis.set_title(f"norms as recorded, and {choice.suggestion.rule}")
         axis.figure.canvas.print_figure(options.picture)
+    print(report)
+    if options.to is not None:
+        print(_at_batch(log, column, choice, options))
+    if options.picture is not None:
         print(f"The picture is in {options.picture}.")
 
 

@@ -623,11 +623,12 @@ def test_the_limit_to_take_is_drawn_where_it_is_asked_for(
         np.testing.assert_array_equal(history.limits, limit)
 
 
-def test_a_picture_that_cannot_be_drawn_ends_in_one_line(log, command):
+def test_a_picture_that_cannot_be_drawn_ends_in_one_line(log, command, capsys):
     missing = r"^replay: .*missing/run\.png: No such file or directory$"
     for name, error in (("missing/run.png", missing), ("run.xyz", "xyz")):
         with pytest.raises(SystemExit, match=error):
             command(log, "--picture", log.parent / name)
+        assert capsys.readouterr().out == ""
 
 
 def test_a_picture_without_matplotlib_ends_in_one_line(log, command, monkeypatch):
