@@ -2,6 +2,7 @@
 
     python -m optaxclip.doctor run.jsonl                         a table
     python -m optaxclip.doctor run.jsonl --loss objective        the column of the loss
+    optaxclip.doctor.diagnose("run.jsonl")                       a list, in Python
 
     diagnose    the findings of a log: cause, steps, evidence, and the page that helps
     examine     the same with what was looked at, and what could not be judged
