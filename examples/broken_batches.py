@@ -201,11 +201,11 @@ def draw(panels: Any, look: Look, logs: dict[str, Log], lr: float) -> None:
         panel.set_yticks([], minor=True)
         loss_text = f"five runs end at {shown(final(logs[name]))}"
         annotate(panel, loss_text, place=(0.97, 0.95), colour=colour)
-    unprotected, clipped = panels
+        clean_text = f"grey: no broken batches, {shown(final(logs[CLEAN]))}"
+        annotate(panel, clean_text, place=(0.97, 0.86), colour=look.grey)
+    unprotected = panels[0]
     unprotected.set_ylabel(f"mean loss of {averaged} clean batches")
     annotate(unprotected, "▲ broken batch", place=(0.37, 0.95), colour=look.orange)
-    clean_text = f"grey: no broken batches, {shown(final(logs[CLEAN]))}"
-    annotate(clipped, clean_text, place=(0.97, 0.86), colour=look.grey)
 
 
 if __name__ == "__main__":
