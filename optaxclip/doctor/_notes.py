@@ -149,7 +149,8 @@ def _notes_on_loss(run: signals.Run, findings: list[Finding]) -> list[str]:
         notes.append(
             f"{loss.name!r} is {ratios[row]:.3g} times the median of up to 20 rows "
             f"before it at {loss.unit} {loss.steps[row]}. If no norm stands out "
-            f"there, look at the data. See {PAGE_AT_ONE_STEP}"
+            "there, look at the data, and at weights that were swapped or restored. "
+            f"See {PAGE_AT_ONE_STEP}"
         )
     return notes
 

@@ -502,6 +502,7 @@ def test_a_loss_that_leaps_has_a_note(spike):
     (note,) = [note for note in notes if "times the median of up to 20 rows" in note]
     step = max(spike, key=spike.get)
     assert f"before it at row {step}. If no norm stands out there, look at" in note
+    assert "at the data, and at weights that were swapped or restored. See" in note
 
 
 def test_a_bad_batch_is_said_to_be_of_one_part_or_of_all():
