@@ -1,7 +1,7 @@
 """Records early signs that a run will break, for `metrics` and the doctor.
 
-A sign is a number of each tensor beside its norm, such as "zeros", the share of its
-elements that are 0.
+A sign is a number that each tensor has beside its norm, such as "zeros", the share of
+its elements that are 0.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ def record_health(
 ) -> optax.GradientTransformationExtraArgs:
     """Records early signs that a run will break, for each tensor. Changes nothing.
 
-    In front of the optimizer it sees gradients, and behind it updates. `python -m
-    optaxclip.doctor log.jsonl` reads the log of both. It takes a recorder for one of
-    updates if its name contains "update":
+    In front of the optimizer it sees gradients, and behind it updates. The doctor,
+    `python -m optaxclip.doctor log.jsonl`, reads the log of both. Behind the optimizer
+    give it a name that contains "update", by which the doctor knows that it sees
+    updates:
 
         optimizer = optax.named_chain(
             ("gradients", optaxclip.record_health()),
@@ -222,9 +223,15 @@ def _after_step(
     weights: PyTree,
     patience: int,
 ) -> HealthState:
-    """The state after an update. `tree` has the gradients or updates.
-    `embedding_leaves` are its embeddings, by name. `weights` is None if they are not
-    read.
+    """Measures the norms, signs and dead rows of one step, and returns the new state.
+
+    Args:
+      measure: measures the norm of each tensor.
+      tree: the gradients, or behind an optimizer the updates.
+      embedding_leaves: the leaves of `tree` whose dead rows are counted, by name.
+      state: of the step before.
+      weights: a tree like `tree`, or None if the recorder reads no weights.
+      patience: steps without a gradient after which a row is dead.
     """
     norms = measure(tree)
     _check_whole_embeddings(norms, embedding_leaves)
@@ -237,14 +244,14 @@ def _after_step(
     recorder = _norm_recorder(measure)
 
     def state_after(numbers: Norms) -> PyTree:
-        """The state of the recorder, with these numbers as the norms of the step."""
+        """The state of the norms, if these numbers were the norms of this step."""
         _, new_state = recorder.update(tree, state.norms, grad_norm=numbers)
         return new_state
 
     signs: dict[str, Array] = {}
     for sign, numbers in local_signs.items():
-        # Only a norm clipper knows where a state has layers, and leaves split over
-        # devices. So the numbers of a sign are recorded as if they were norms.
+        # A norm clipper puts the numbers of all layers and devices into one array. To
+        # have signs in the same order they are recorded as if they were norms.
         numbers_as_norms = norms._replace(values=norms.gathered(numbers))
         signs[sign] = state_after(numbers_as_norms).norm.astype(jnp.float32)
     idle: dict[str, Array] = {}
@@ -261,7 +268,7 @@ def _after_step(
 
 
 def _norm_recorder(measure: TensorNorm) -> optax.GradientTransformationExtraArgs:
-    """A clipper without a limit. Its state keeps a number for each norm of a tree."""
+    """A clipper without a limit, which records the norms of a tree in its state."""
     return make_clipper(measure, None, call=CALL, limit_argument="norm")
 
 
@@ -296,7 +303,9 @@ def _idle_steps(leaf: Array, steps: Array) -> Array:
 
 
 def _signs_of_weights(measure: TensorNorm, weights: PyTree) -> dict[str, list[Array]]:
-    """The signs of weights, each with the numbers of all tensors on this device."""
+    """The signs of weights: for each a list with the number of each tensor. A stacked
+    leaf has those of the layers on this device.
+    """
     weight_norms = measure(weights).local_values()
     roundings = [
         jnp.full_like(norm, jnp.finfo(leaf.dtype).eps)
@@ -306,15 +315,15 @@ def _signs_of_weights(measure: TensorNorm, weights: PyTree) -> dict[str, list[Ar
 
 
 def _signs_of_values(measure: TensorNorm, tree: PyTree) -> dict[str, list[Array]]:
-    """The signs of values: shares and counts of elements. The norm of a mask of 0 and 1
-    is the root of a count, and its root mean square is the root of a share. So layers
-    and devices are summed as they are for norms.
+    """The signs of values: shares and counts of elements, as `_signs_of_weights` lists
+    them. A mask marks these elements with 1. Its squared norm is their count, and its
+    mean square is their share. Norms already add up what several devices hold.
     """
 
     def squared_norms(
-        measure: TensorNorm, mask_of: Callable[[Array], Array]
+        norm_of: TensorNorm, mask_of: Callable[[Array], Array]
     ) -> list[Array]:
-        norms_of_masks = measure(jax.tree.map(mask_of, tree))
+        norms_of_masks = norm_of(jax.tree.map(mask_of, tree))
         return [jnp.square(norm) for norm in norms_of_masks.local_values()]
 
     root_mean_square = measure._replace(ord="rms")
@@ -356,8 +365,9 @@ def _bits_of_absolutes(x: Array) -> Array:
 def health_numbers(
     state: HealthState, *, summary: bool, layers: bool
 ) -> Iterator[tuple[str, str, Array]]:
-    """Sign, path and value of each number, for `metrics`. With `summary` the largest of
-    all tensors, under the path "".
+    """Yields sign, path and value, for `metrics`: the largest number of each tensor, or
+    with `layers` the number of each layer. With `summary` it is the largest of all
+    tensors, under the path "". Dead rows come last, for each embedding.
     """
     spans = spans_of_names(state.norms, by_layer=layers and not summary, call="metrics")
     if not spans:
@@ -366,7 +376,7 @@ def health_numbers(
     if summary:
         sizes = {"": sum(sizes.values())}
     for sign, numbers in _largest(tuple(sizes.values()), state).items():
-        # list() outside of jit: hundreds of results would take long to compile.
+        # Split outside of jit, where hundreds of results would take long to compile.
         for path, value in zip(sizes, list(numbers)):
             yield sign, path, value
     for path, share in state.dead.items():
@@ -375,8 +385,8 @@ def health_numbers(
 
 @partial(jax.jit, static_argnums=0)
 def _largest(sizes: tuple[int, ...], state: HealthState) -> dict[str, Array]:
-    """The largest number of each tensor, for each sign, the norm and the ratio. `sizes`
-    says how many numbers each tensor has: one for each layer.
+    """The largest number of each tensor, for each sign, the norm and the ratio.
+    `sizes[i]` is how many numbers tensor i has, one for each layer.
     """
     norm = state.norms.norm
     signs = {"norm": norm, **state.signs}
