@@ -49,11 +49,12 @@ def kept_finite(dtype: DTypeLike, number: Any) -> Any:
     """
     xp = jnp if isinstance(number, Array) else np
     largest = float(jnp.finfo(dtype).max)
-    clipped = xp.clip(number, -largest, largest)
+    is_beyond = xp.abs(number) > largest
     # float8_e4m3fn has no inf: a conversion would make inf NaN.
-    if not np.isinf(np.array(np.inf).astype(dtype)):
-        return clipped
-    return xp.where(xp.isinf(number), number, clipped)
+    if np.isinf(np.array(np.inf).astype(dtype)):
+        is_beyond &= xp.isfinite(number)
+    # Selected, since XLA on a CPU flushes subnormal numbers where it clips.
+    return xp.where(is_beyond, xp.clip(number, -largest, largest), number)
 
 
 def rounded_like(x: Array, leaf: ArrayLike) -> Array:

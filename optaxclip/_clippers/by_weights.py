@@ -226,12 +226,15 @@ def larc(
         # `norm_clipper` measures the weights once more, for the limit of `Larc`. Under
         # jit XLA computes them once.
         weight_norms = measure(weights)
-        decayed_grads = jax.tree.map(
+        # Lists, since a user's class may check the shapes of what it is built from, and
+        # norms have other shapes than its arrays.
+        grad_leaves, treedef = jax.tree.flatten(tree)
+        decayed_leaves = jax.tree.map(
             partial(_decayed, weight_decay),
-            tree,
-            weights,
-            grad_norms.tree(),
-            weight_norms.tree(),
+            grad_leaves,
+            jax.tree.leaves(weights),
+            grad_norms.local_values(),
+            weight_norms.local_values(),
         )
         # As in apex, the norm is |g| + weight_decay * |p|, which is at least the norm
         # of the decayed gradient.
@@ -243,6 +246,7 @@ def larc(
                 )
             ]
         )
+        decayed_grads = treedef.unflatten(decayed_leaves)
         clipped, new_state = norm_clipper.update(
             decayed_grads, state, params, grad_norm=norms
         )

@@ -304,15 +304,17 @@ def adaclip(
         # It multiplies a whole tensor by T / max|g|. Coordinates up to T get back their
         # own bits below.
         scaled, new_state = norm_clipper.update(tree, state, params, **extra_args)
-        treedef = jax.tree.structure(tree)
-        clipped = jax.tree.map(
+        # Lists, since a user's class may check the shapes of what it is built from, and
+        # norms have other shapes than its arrays.
+        leaves, treedef = jax.tree.flatten(tree)
+        clipped_leaves = jax.tree.map(
             _scaled_over_limit,
-            tree,
-            scaled,
-            treedef.unflatten(norms.local_values()),
-            treedef.unflatten(_local_limits(norms, new_state)),
+            leaves,
+            jax.tree.leaves(scaled),
+            norms.local_values(),
+            _local_limits(norms, new_state),
         )
-        return put_back(clipped, updates), new_state
+        return put_back(treedef.unflatten(clipped_leaves), updates), new_state
 
     return optax.GradientTransformationExtraArgs(norm_clipper.init, update)
 
