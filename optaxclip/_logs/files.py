@@ -22,8 +22,9 @@ from .columns import THOUSANDS, Log, Notes, Row, flattened, has_number, log_from
 from .norms import loss_of, norms_of
 
 FORMATS_TEXT = (
-    "The reader takes JSON lines, JSON, CSV with a header, printed dicts, .npy, .npz, "
-    "event files of TensorBoard, each also in gzip, and text as UTF-8"
+    "The reader takes JSON lines, JSON, CSV or a Markdown table that begins with its "
+    "header, printed dicts, .npy, .npz, event files of TensorBoard, each also in gzip, "
+    "and text as UTF-8"
 )
 # What to do with a file that NumPy, gzip or protobuf cannot read.
 ADVICE_FOR_BROKEN_FILE = (
