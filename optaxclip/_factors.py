@@ -72,7 +72,7 @@ def factor_between(norm: Array, new_norm: Array) -> Factor:
     return Factor(root, reported=with_exact_values(quotient))
 
 
-def multiply(
+def times_squares(
     tree: PyTree, norms: Norms, roots: list[Any], *, zero_at_zero: bool = False
 ) -> Any:
     """Multiplies each clipped leaf twice by its entry of `roots`, which has one for
@@ -139,7 +139,7 @@ def shrunk_by(shrink: Shrink, norm: Array, limit: Array, call: str) -> Any:
     return jnp.where(stays, norm, new_norm)
 
 
-def factor_roots(
+def roots_of_norms(
     roots: Array, norms: list[Array], limits: list[Array], decide: Callable[..., Any]
 ) -> list[Array]:
     """The root of each norm, out of the vector `roots`. `decide` computes one anew,
@@ -237,4 +237,4 @@ def rescale(updates: PyTree, norms: PyTree, new_norms: PyTree) -> Any:
         check_shape("rescale: new_norms", new_norm.shape, norm.shape)
         new_norm = jnp.broadcast_to(new_norm, norm.shape)
         roots.append(factor_between(norm, new_norm).root)
-    return put_back(multiply(tree, norms_before, roots), updates)
+    return put_back(times_squares(tree, norms_before, roots), updates)

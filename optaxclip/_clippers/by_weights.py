@@ -28,10 +28,10 @@ from ..rules._rule import (
     LimitAndMemory,
     Number,
     Rule,
-    at_step,
     checked_number,
     is_inf,
     number_field,
+    numbers_at_step,
 )
 from ..shrinks import Shrink
 
@@ -227,7 +227,7 @@ def larc(
         # jit XLA computes them once.
         weight_norms = measure(weights)
         decayed_grads = jax.tree.map(
-            partial(_decayed, weight_decay),
+            partial(_grad_with_decay, weight_decay),
             tree,
             weights,
             grad_norms.tree(),
@@ -270,7 +270,7 @@ class Larc(Rule):
     def update(
         self, norm: Array, memory: PyTree, step: Array, params_norm: Array
     ) -> LimitAndMemory:
-        rate, trust = at_step(step, norm.dtype, self.learning_rate, self.trust)
+        rate, trust = numbers_at_step(step, norm.dtype, self.learning_rate, self.trust)
         weight_norm = params_norm.astype(norm.dtype)
         # Weights of 0 would get a limit of 0 and never move. A rate of 0 moves nothing.
         has_no_limit = (weight_norm == 0) | (rate == 0)
@@ -286,7 +286,7 @@ def _norm_with_decay(decay: ArrayLike, grad_norm: Array, weight_norm: Array) -> 
 
 
 @jax.jit
-def _decayed(
+def _grad_with_decay(
     decay: ArrayLike,
     grad: ArrayLike,
     weight: ArrayLike,

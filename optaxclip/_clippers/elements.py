@@ -26,7 +26,7 @@ def no_elements_clipped() -> Array:
 
 # Jitted, since without jit each leaf would take several calls.
 @partial(jax.jit, static_argnums=0)
-def count_clipped(
+def shares_after(
     call: str, shares: Shares, step: Array, before_and_after: list[tuple[Any, Array]]
 ) -> Array:
     """The shares after the update number `step`, from the shares before it.

@@ -34,7 +34,7 @@ from .._norms.options import checked_options
 from .._state.interop import exported, is_placeholder
 from .._state.state import ClipState, spans_of_names
 from .._trees import PyTree, leaves_to_clip
-from ..rules._memory import has_reached, in_place
+from ..rules._memory import has_reached, in_buffer_of
 
 CALL = "record_health"
 SIGNS_OF_WEIGHTS = ("weight_norm", "rounding")
@@ -257,7 +257,7 @@ def _after_step(
         share = jnp.mean(is_dead, dtype=jnp.float32)
         dead[name] = jnp.where(is_early, UNKNOWN, share)
     new_state = HealthState(state_after(norms), signs, idle, dead)
-    return jax.tree.map(in_place, new_state, state)
+    return jax.tree.map(in_buffer_of, new_state, state)
 
 
 def _norm_recorder(measure: TensorNorm) -> optax.GradientTransformationExtraArgs:

@@ -100,11 +100,11 @@ def shrunk_by_products(
     polar = _polar(joint, lowest, steps)
     z, b = jnp.split(polar, [x.shape[-1]], axis=-2)
     if is_hard:
-        b = matmul(b, _inverse_of_larger(z, steps))
+        b = matmul(b, _inverse_of_max(z, steps))
     return limit.astype(x.dtype) * b
 
 
-def _inverse_of_larger(z: Array, steps: int) -> Array:
+def _inverse_of_max(z: Array, steps: int) -> Array:
     """max(b, z)^-1 for Hermitian Z, where b^2 = 1 - z^2."""
     eye = _eye(z)
     square_of_z = matmul(z, adjoint(z))

@@ -40,8 +40,8 @@ from .._state.interop import exported
 from .._trees import PyTree, arrays_of, leaves_to_clip, put_back
 from ..rules._averages import Ema
 from ..rules._memory import count_up, has_reached, new_where, root
-from ..rules._rule import Number, at_step, checked_number, rule_named
-from .elements import Shares, count_clipped, no_elements_clipped
+from ..rules._rule import Number, checked_number, numbers_at_step, rule_for_clipper
+from .elements import Shares, no_elements_clipped, shares_after
 
 
 @exported
@@ -160,7 +160,7 @@ def spam(
         if count:
             leaves = jax.tree.leaves(tree)
             before_and_after = list(zip(leaves, jax.tree.leaves(clipped)))
-            elements = count_clipped(call, elements, new_step, before_and_after)
+            elements = shares_after(call, elements, new_step, before_and_after)
         return put_back(clipped, updates), SpamState(new_step, new_moment, elements)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -195,7 +195,7 @@ def _cut_down(
     if x is None:
         return None
     wide = widened(x)
-    (threshold,) = at_step(step, moment.dtype, threshold)
+    (threshold,) = numbers_at_step(step, moment.dtype, threshold)
     # Where v is 0 nothing is usual yet. The public code makes such a coordinate 0.
     has_moment = moment > 0
     # 1 where v is 0, since a threshold of inf times 0 would be NaN. `is_spike` is False
@@ -223,7 +223,7 @@ def _next_moment(
     """
     if x is None:
         return moment
-    (decay,) = at_step(step, moment.dtype, decay)
+    (decay,) = numbers_at_step(step, moment.dtype, decay)
     # An infinite coordinate was clipped to the limit. It leaves the average as it is.
     is_finite = jnp.isfinite(widened(x))
     modulus = jnp.abs(widened(clipped)).astype(moment.dtype)
@@ -288,7 +288,7 @@ def adaclip(
     options = checked_options(call, ord=math.inf, stacked=stacked, mesh_axes=mesh_axes)
     # Order inf: the norm of a tensor is its largest coordinate, max|g|.
     measure = TensorNorm(**options)
-    rule = rule_named(call, Ema, decay=decay)
+    rule = rule_for_clipper(call, Ema, decay=decay)
     norm_clipper: Any = make_clipper(
         measure, rule, call=call, limit_argument="limit", nonfinite=nonfinite
     )

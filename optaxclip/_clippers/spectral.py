@@ -194,7 +194,7 @@ def clip_by_spectral_norm(
         rescaled, new_state = norm_clipper.update(tree, state, params, **extra_args)
         if max_norm is None and extra_args.get("limit") is None:
             return updates, new_state
-        clipped = _with_shrunk_values(measure, shrink, steps, tree, rescaled, new_state)
+        clipped = _shrunk_tree(measure, shrink, steps, tree, rescaled, new_state)
         return put_back(clipped, updates), new_state
 
     return optax.GradientTransformationExtraArgs(norm_clipper.init, update)
@@ -202,7 +202,7 @@ def clip_by_spectral_norm(
 
 # Jitted at module level, so that clippers with equal settings share a program.
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _with_shrunk_values(
+def _shrunk_tree(
     measure: SpectralNorm,
     shrink: Shrink,
     steps: int | None,
@@ -218,8 +218,8 @@ def _with_shrunk_values(
     results = list(rescaled_leaves)
     entry_by_name = state.by_name()
     names = trees.unique_names(trees.leaf_paths(tree))
-    for matrix_shape, indices in measure.indices_by_shape(tree).items():
-        matrices = matrix_shape.stack(gradients, indices)
+    for layout, indices in measure.indices_by_layout(tree).items():
+        matrices = layout.stack(gradients, indices)
         # Norms and limits of this step, [leaves, *layers, 1, 1].
         entries = [entry_by_name[names[index]] for index in indices]
         shape = *matrices.shape[:-2], 1, 1
@@ -236,10 +236,10 @@ def _with_shrunk_values(
         norms = jnp.where(is_shrunk, norms, 1.0)
         limits = jnp.where(is_shrunk, limits, 1.0)
         shrunk = _shrunk_matrices(measure, shrink, steps, matrices, norms, limits)
-        rescaled_matrices = matrix_shape.stack(rescaled_leaves, indices)
+        rescaled_matrices = layout.stack(rescaled_leaves, indices)
         clipped = jnp.where(is_shrunk, shrunk, rescaled_matrices)
         for index, matrices_of_leaf in zip(indices, clipped):
-            results[index] = matrix_shape.unstack(
+            results[index] = layout.unstack(
                 matrices_of_leaf, like=rescaled_leaves[index]
             )
     return treedef.unflatten(results)
@@ -380,8 +380,8 @@ class SpectralNorm(NamedTuple):
         )
         l2_norms = l2_measure(tree)
         norms = l2_norms.local_values()
-        for matrix_shape, indices in self.indices_by_shape(tree).items():
-            matrices = matrix_shape.stack(leaves, indices)
+        for layout, indices in self.indices_by_layout(tree).items():
+            matrices = layout.stack(leaves, indices)
             # The spectral norm is not known yet. The largest modulus is below it by at
             # most a factor of sqrt(rows * columns), so no square overflows.
             moduli = jnp.abs(matrices)
@@ -410,11 +410,11 @@ class SpectralNorm(NamedTuple):
         shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
         return stacked_axes(self.stacked, tree, self.call, shapes)
 
-    def indices_by_shape(self, tree: PyTree) -> dict[MatrixShape, list[int]]:
+    def indices_by_layout(self, tree: PyTree) -> dict[MatrixLayout, list[int]]:
         """The indices of the leaves that are matrices, by their shape."""
         columns = for_each_leaf(self.columns, tree, f"{self.call}: columns")
         layers_of_leaves = self.layer_axes(tree)
-        indices_by_shape: dict[MatrixShape, list[int]] = {}
+        indices_by_layout: dict[MatrixLayout, list[int]] = {}
         for index, (path, leaf) in enumerate(jax.tree.leaves_with_path(tree)):
             shape = jnp.shape(leaf)
             layer_axes = layers_of_leaves[index]
@@ -429,14 +429,14 @@ class SpectralNorm(NamedTuple):
             column_count = math.prod(sizes[-column_rank:])
             # A matrix of one row or one column is a vector.
             if min(row_count, column_count) > 1:
-                matrix_shape = MatrixShape(
+                layout = MatrixLayout(
                     leaf_type=jax.typeof(leaf),
                     layer_axes=layer_axes,
                     row_count=row_count,
                     column_count=column_count,
                 )
-                indices_by_shape.setdefault(matrix_shape, []).append(index)
-        return indices_by_shape
+                indices_by_layout.setdefault(layout, []).append(index)
+        return indices_by_layout
 
     def _check_columns(
         self, column_rank: Any, rank: int, path: KeyPath, shape: tuple[int, ...]
@@ -454,7 +454,7 @@ class SpectralNorm(NamedTuple):
             )
 
 
-class MatrixShape(NamedTuple):
+class MatrixLayout(NamedTuple):
     """How leaves of one type are read as matrices."""
 
     leaf_type: ShapedArray

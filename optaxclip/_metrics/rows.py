@@ -5,12 +5,11 @@ entry for each norm.) Most states have one number of each metric. The state of a
 has an entry for each norm, and the report shows a span of entries together: a tensor,
 all layers of a stacked leaf, or all entries. A row of a span shows:
 
-    norm_before, limit, factor, norm_after, clipped    those of the furthest entry
+    norm_before, limit, factor, norm_after, clipped    those of the worst entry
     shares                                             the mean over the span
     counts                                             the largest
 
-The furthest entry is the one furthest above its limit. The metrics call it the worst:
-`worst_name`, `worst_ratio`.
+The worst entry is the one furthest above its limit.
 """
 
 import itertools
@@ -65,7 +64,7 @@ class Options(NamedTuple):
     with_names: bool
 
 
-def _rows_of(numbers: Mapping[str, Any]) -> Iterator[ReportRow]:
+def _rows_without_path(numbers: Mapping[str, Any]) -> Iterator[ReportRow]:
     """The rows of numbers that are shown without a path, by their metrics."""
     return (ReportRow(metric, "", value) for metric, value in numbers.items())
 
@@ -81,7 +80,7 @@ def element_rows(
     if isinstance(state.elements, tuple):
         return iter(())
     share, mean, recent = state.elements
-    return _rows_of(
+    return _rows_without_path(
         {
             "elements_clipped": share,
             "elements_clipped_mean": mean,
@@ -92,7 +91,7 @@ def element_rows(
 
 def skip_rows(state: SkipState, options: Options) -> Iterator[ReportRow]:
     """The rows of an optimizer that skips steps."""
-    return _rows_of(
+    return _rows_without_path(
         {
             "norm": state.norm,
             "limit": state.limit,
@@ -111,7 +110,7 @@ def skip_rows(state: SkipState, options: Options) -> Iterator[ReportRow]:
 
 def spike_rows(state: SpikeState, options: Options) -> Iterator[ReportRow]:
     """The rows of `record_spikes`."""
-    return _rows_of(
+    return _rows_without_path(
         {
             "norm": state.norm,
             "limit": state.limit,
@@ -182,7 +181,7 @@ def clip_rows(state: ClipState, options: Options) -> Iterator[ReportRow]:
     spans = tuple(span_of_name.values())
     if options.summary:
         summary = _summary(spans, state)
-        yield from _rows_of(_reported(summary, state))
+        yield from _rows_without_path(_reported(summary, state))
         if options.with_names:
             yield ReportRow("worst_name", "", WorstName(names, summary.worst_index))
         return
@@ -192,7 +191,7 @@ def clip_rows(state: ClipState, options: Options) -> Iterator[ReportRow]:
     values_of_metric = {metric: list(vector) for metric, vector in vectors.items()}
     span_indices = range(len(spans))
     if options.top is not None:
-        span_indices = _furthest_spans(spans, state)[: int(options.top)]
+        span_indices = _spans_worst_first(spans, state)[: int(options.top)]
     for index in span_indices:
         for metric, values in values_of_metric.items():
             yield ReportRow(metric, names[index], values[index])
@@ -211,7 +210,7 @@ def _quantile_rows(state: ClipState, levels: np.ndarray) -> Iterator[ReportRow]:
         yield ReportRow("norm_quantile", str(level).removesuffix(".0"), quantile)
 
 
-def _furthest_spans(spans: Spans, state: ClipState) -> np.ndarray:
+def _spans_worst_first(spans: Spans, state: ClipState) -> np.ndarray:
     """The indices of all spans, beginning with the one furthest above its limit."""
     severities = np.ravel(severity(state.norm, state.limit))
     largest_of_span = np.maximum.reduceat(severities, [span.start for span in spans])
@@ -263,8 +262,8 @@ def _numbers_of_span(
     if span.size == 1:
         return entries_at(entries, span.start)
     entries_of_span = entries_at(entries, slice(*span))
-    furthest = jnp.argmax(severities[slice(*span)])
-    return entries_at(entries_of_span, furthest)._replace(
+    worst = jnp.argmax(severities[slice(*span)])
+    return entries_at(entries_of_span, worst)._replace(
         clipped_share=jnp.mean(entries_of_span.clipped_share),
         clipped_share_recent=jnp.mean(entries_of_span.clipped_share_recent),
         clipped_count=jnp.max(entries_of_span.clipped_count),
@@ -295,7 +294,7 @@ def _summary(spans: Spans, state: ClipState) -> ClipNumbers:
     numbers = _numbers_of_span(Span(0, len(severities)), entries, severities)
     # The index of the span of each entry: spans of 2 and 1 entries are [0, 0, 1].
     span_of_entry = np.repeat(range(len(spans)), [span.size for span in spans])
-    furthest = jnp.argmax(severities)
+    worst = jnp.argmax(severities)
     # A norm of 0 over a limit of 0 is 0, and over a limit of NaN it is NaN.
     is_zero = (numbers.norm_before == 0) & ~jnp.isnan(numbers.limit)
     ratio = jnp.where(is_zero, 0.0, numbers.norm_before / numbers.limit)
@@ -303,7 +302,7 @@ def _summary(spans: Spans, state: ClipState) -> ClipNumbers:
         # Without units `units_clipped` holds whether each norm was clipped.
         norms_clipped=numbers.units_clipped,
         worst_ratio=ratio,
-        worst_index=_float32(jnp.asarray(span_of_entry)[furthest]),
+        worst_index=_float32(jnp.asarray(span_of_entry)[worst]),
     )
 
 

@@ -26,23 +26,23 @@ from .rows import (
 )
 
 
-class Kind(NamedTuple):
+class StateReport(NamedTuple):
     """How a state of one type is reported."""
 
     word: str  # the first of its keys: "clip"
     rows: Callable[[Any, Options], Iterator[ReportRow]]
 
 
-KIND_OF_TYPE = {
-    ClipState: Kind("clip", clip_rows),
-    RecordState: Kind("record", clip_rows),
-    ClipByValueState: Kind("clip", element_rows),
-    SpamState: Kind("clip", element_rows),
-    SkipState: Kind("skip", skip_rows),
-    SpikeState: Kind("spike", spike_rows),
-    HealthState: Kind("health", health_rows),
+REPORT_OF_TYPE = {
+    ClipState: StateReport("clip", clip_rows),
+    RecordState: StateReport("record", clip_rows),
+    ClipByValueState: StateReport("clip", element_rows),
+    SpamState: StateReport("clip", element_rows),
+    SkipState: StateReport("skip", skip_rows),
+    SpikeState: StateReport("spike", spike_rows),
+    HealthState: StateReport("health", health_rows),
 }
-Keys = tuple[Any, ...]  # of the mappings on the way to a state
+Scope = tuple[Any, ...]  # of the mappings on the way to a state
 
 
 def reported_rows(
@@ -67,7 +67,7 @@ def reported_rows(
     for scope, state in states:
         mapped = "jax.vmap(optaxclip.metrics)(opt_state)"
         check_one_model("metrics: opt_state", state, mapped)
-        word, rows = KIND_OF_TYPE[type(state)]
+        word, rows = REPORT_OF_TYPE[type(state)]
         # A clipper named "clip" has keys "clip/...", not "clip/clip/...".
         path = "/".join(str(name) for name in scope if name != word)
         # "clip/a" and "clip/b" are counted separately: neither becomes "clip_2".
@@ -81,14 +81,16 @@ def reported_rows(
             yield prefix, row
 
 
-def _states_in(tree: PyTree, scope: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+def _states_in(tree: PyTree, scope: Scope = ()) -> Iterator[tuple[Scope, Any]]:
     """The scope and the state, for each reported state of a tree.
 
     `scope` is the scope of the tree itself. The scope of each state begins with it.
     """
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: type(x) in KIND_OF_TYPE)
+    leaves = jax.tree.leaves_with_path(
+        tree, is_leaf=lambda x: type(x) in REPORT_OF_TYPE
+    )
     for path, leaf in leaves:
-        if type(leaf) not in KIND_OF_TYPE:
+        if type(leaf) not in REPORT_OF_TYPE:
             continue
         # Only a key of a mapping is a name. A field such as `inner_states`, and a place
         # in a tuple, are not: they have keys of other types.

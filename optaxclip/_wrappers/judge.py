@@ -59,7 +59,9 @@ class Judge(NamedTuple):
     # step without one. "" where a loss may be missing.
     loss_argument: str = ""
 
-    def initial(self, params: PyTree) -> tuple[ComparedNumber, ComparedNumber]:
+    def before_first_step(
+        self, params: PyTree
+    ) -> tuple[ComparedNumber, ComparedNumber]:
         """Norm and loss before the first step."""
         tree = leaves_to_clip(params, self.call)
         # Only the dtype of the norm is needed: float64 if a leaf has 64 bits. It is

@@ -12,8 +12,8 @@ from jax.typing import ArrayLike
 
 from .._state.interop import exported
 from ._memory import (
-    between,
     count_up,
+    exponential_average,
     has_reached,
     hypot,
     multiple,
@@ -25,12 +25,12 @@ from ._rule import (
     LimitAndMemory,
     Number,
     Rule,
-    at_step,
     choice_field,
     flag_field,
     is_at_most_1,
     number_field,
-    warn_of_falling,
+    numbers_at_step,
+    warn_if_limits_fall,
 )
 
 
@@ -60,8 +60,8 @@ def average_with(
     if not corrected:
         decay = jnp.where(average.weight > 0, decay, 0.0)
     weight, share = weight_and_share(average.weight, decay)
-    # `between` takes the share of the old estimate.
-    estimate = between(average.estimate, value, 1 - share)
+    # `exponential_average` takes the share of the old estimate.
+    estimate = exponential_average(average.estimate, value, 1 - share)
     return Average(estimate, weight)
 
 
@@ -111,7 +111,7 @@ class Ema(Rule):
         return empty_average(norm)
 
     def update(self, norm: Array, average: Average, step: Array) -> LimitAndMemory:
-        (decay,) = at_step(step, norm.dtype, self.decay)
+        (decay,) = numbers_at_step(step, norm.dtype, self.decay)
         # The norm counts in the limit that it is held against.
         average = average_with(average, norm, decay)
         return average.estimate, average
@@ -189,7 +189,7 @@ class EmaRatio(Rule):
         # A target above 1 lets limits rise.
         target = self.ratio if self.target is None else self.target
         if self.remember == "clipped" and is_at_most_1(target):
-            warn_of_falling("ema_ratio: ratio", self.ratio)
+            warn_if_limits_fall("ema_ratio: ratio", self.ratio)
 
     def init(self, norm: Array) -> EmaRatioMemory:
         seen = jnp.zeros(norm.shape, jnp.int32)
@@ -198,10 +198,10 @@ class EmaRatio(Rule):
     def update(
         self, norm: Array, memory: EmaRatioMemory, step: Array
     ) -> LimitAndMemory:
-        ratio, decay = at_step(step, norm.dtype, self.ratio, self.decay)
+        ratio, decay = numbers_at_step(step, norm.dtype, self.ratio, self.decay)
         target = self.ratio if self.target is None else self.target
         target_decay = self.decay if self.target_decay is None else self.target_decay
-        target, target_decay = at_step(step, norm.dtype, target, target_decay)
+        target, target_decay = numbers_at_step(step, norm.dtype, target, target_decay)
         seen, average, target_average = memory
         edge = ratio * average.estimate
         # Without target and target_decay both averages are equal, and so are both
@@ -280,8 +280,12 @@ class EmaBand(Rule):
         return empty_average(norm)
 
     def update(self, norm: Array, average: Average, step: Array) -> LimitAndMemory:
-        low, high, decay = at_step(step, norm.dtype, self.low, self.high, self.decay)
-        floor, up, down = at_step(step, norm.dtype, self.floor, self.up, self.down)
+        low, high, decay = numbers_at_step(
+            step, norm.dtype, self.low, self.high, self.decay
+        )
+        floor, up, down = numbers_at_step(
+            step, norm.dtype, self.floor, self.up, self.down
+        )
         lower = low * average.estimate
         lower = jnp.maximum(floor, lower)
         upper = high * average.estimate
@@ -339,7 +343,7 @@ class MomentsRatio(Rule):
     def update(
         self, norm: Array, memory: tuple[Average, Average], step: Array
     ) -> LimitAndMemory:
-        decay1, decay2, eps = at_step(
+        decay1, decay2, eps = numbers_at_step(
             step, norm.dtype, self.decay1, self.decay2, self.eps
         )
         # The root of the mean of squares is kept, since the square of a norm may leave
@@ -416,7 +420,7 @@ class ZScore(Rule):
         return ZScoreMemory(seen, mean, deviation)
 
     def update(self, norm: Array, memory: ZScoreMemory, step: Array) -> LimitAndMemory:
-        z, decay, eps = at_step(step, norm.dtype, self.z, self.decay, self.eps)
+        z, decay, eps = numbers_at_step(step, norm.dtype, self.z, self.decay, self.eps)
         seen, mean, deviation = memory
         is_past_warmup = has_reached(seen, self.warmup)
         unit_of_score = deviation + eps
@@ -437,7 +441,7 @@ class ZScore(Rule):
         count = seen.astype(norm.dtype)
         new_count = (seen + 1).astype(norm.dtype)
         decay = jnp.where(is_past_warmup, decay, count / new_count)
-        new_mean = between(mean, clipped_norm, decay)
+        new_mean = exponential_average(mean, clipped_norm, decay)
         # The paper's variance takes the distance to the new mean, which is `decay`
         # times that to the old one. In the warm-up one factor is the distance to the
         # new mean and one to the old, as in Welford's algorithm, hence root(decay).
@@ -511,8 +515,8 @@ class LogZScore(Rule):
     def update(
         self, norm: Array, memory: LogZScoreMemory, step: Array
     ) -> LimitAndMemory:
-        z, decay = at_step(step, norm.dtype, self.z, self.decay)
-        floor, spread = at_step(step, norm.dtype, self.floor, self.spread)
+        z, decay = numbers_at_step(step, norm.dtype, self.z, self.decay)
+        floor, spread = numbers_at_step(step, norm.dtype, self.floor, self.spread)
         seen, mean, deviation = memory
         deviation_or_spread = jnp.maximum(deviation, spread)
         log_limit = mean.estimate + multiple(z, deviation_or_spread)

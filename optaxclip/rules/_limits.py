@@ -27,13 +27,13 @@ from ._rule import (
     Number,
     Rule,
     Schedule,
-    at_step,
     call_name,
     checked_update,
     extra_norms_of,
     is_inf,
     is_rule,
     number_field,
+    numbers_at_step,
 )
 
 # What a norm can be held against. None is no limit.
@@ -111,7 +111,7 @@ def rule_of(limit: LimitTree, argument: str) -> Rule:
     return Constant(checked_limit(argument, limit))
 
 
-def rule_without_params(limit: Limit, argument: str) -> Rule:
+def rule_of_norm_alone(limit: Limit, argument: str) -> Rule:
     """The rule of a limit, for callers without weight norms or a total norm.
 
     Raises:
@@ -195,7 +195,7 @@ class ShareOfParams(Rule):
     def update(
         self, norm: Array, memory: PyTree, step: Array, params_norm: Array
     ) -> LimitAndMemory:
-        share, floor = at_step(step, norm.dtype, self.share, self.floor)
+        share, floor = numbers_at_step(step, norm.dtype, self.share, self.floor)
         # Weights may have 64 bits where updates have 32.
         weight_norm = jnp.maximum(params_norm.astype(norm.dtype), floor)
         return multiple(share, weight_norm), memory
@@ -329,7 +329,7 @@ def minimum(*rules: Limit) -> Rule:
       [5. 2. 4. 5.]
     """
     # A function, since the fields of a dataclass cannot be *rules.
-    return Minimum(_rules_of_all("minimum", rules))
+    return Minimum(_rules_of("minimum", rules))
 
 
 def maximum(*rules: Limit) -> Rule:
@@ -350,7 +350,7 @@ def maximum(*rules: Limit) -> Rule:
       >>> print(optaxclip.replay.run(rule, [1.0, 9.0, 9.0, 9.0]).limits)
       [inf  5.  5.  8.]
     """
-    return Maximum(_rules_of_all("maximum", rules))
+    return Maximum(_rules_of("maximum", rules))
 
 
 def warm_up(steps: ArrayLike, before: Limit, after: Limit) -> Rule:
@@ -379,7 +379,7 @@ def warm_up(steps: ArrayLike, before: Limit, after: Limit) -> Rule:
     return WarmUp((first, second), steps)
 
 
-def _rules_of_all(call: str, limits: tuple[Limit, ...]) -> tuple[Rule, ...]:
+def _rules_of(call: str, limits: tuple[Limit, ...]) -> tuple[Rule, ...]:
     """The rule of each limit."""
     # The smallest of no limits would be an error of `reduce` in the first step.
     if not limits:

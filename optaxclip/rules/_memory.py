@@ -43,7 +43,7 @@ def moving_average(old: Array, new: Array, steps: Array, reach: int = 100) -> Ar
     return old + change / count
 
 
-def between(old: Array, new: Array, decay: Array) -> Array:
+def exponential_average(old: Array, new: Array, decay: Array) -> Array:
     """decay * old + (1 - decay) * new."""
     # A step from the nearer value is exact while the norm does not change, and right
     # where one value is nothing beside the other. A sum of products is not.
@@ -92,7 +92,7 @@ def new_unless_zero(remember: str, value: Array, new: PyTree, old: PyTree) -> An
     return new_where(value != 0, new, old)
 
 
-def in_place(new: Array, old: Array) -> Array:
+def in_buffer_of(new: Array, old: Array) -> Array:
     """The new array, which jit may write where the old one is (`donate_argnums`).
 
     JAX drops an argument that nothing reads, so the old array is read here. Otherwise

@@ -413,7 +413,7 @@ def extra_norms_of(rule: Rule, params_norm: Any, total_norm: Any) -> list[Any]:
 # ----------------------------------------------------- names and numbers of a rule
 
 
-def rule_named(call: str, rule_class: type[SomeRule], **numbers: Any) -> SomeRule:
+def rule_for_clipper(call: str, rule_class: type[SomeRule], **numbers: Any) -> SomeRule:
     """A rule inside a clipper: errors about its numbers name the clipper, `call`.
 
     Fields without a number have their defaults. The rule's own `__post_init__`, which
@@ -465,7 +465,7 @@ def is_inf(number: Number) -> bool:
     return bool(np.isinf(number).all())
 
 
-def at_step(step: Array, dtype: DTypeLike, *numbers: Number) -> list[Array]:
+def numbers_at_step(step: Array, dtype: DTypeLike, *numbers: Number) -> list[Array]:
     """The numbers at this step, in the dtype of the norm."""
     values = [value(step) if callable(value) else value for value in numbers]
     # A number of a wider dtype would widen the limit, and the memory with it.
@@ -479,7 +479,7 @@ def is_at_most_1(number: Any) -> bool:
     return isinstance(number, (int, float, np.number)) and bool(number <= 1)
 
 
-def warn_of_falling(argument: str, ratio: Any) -> None:
+def warn_if_limits_fall(argument: str, ratio: Any) -> None:
     """Warns of a ratio of at most 1, with which a limit can only fall."""
     if is_at_most_1(ratio):
         checks.warn_user(

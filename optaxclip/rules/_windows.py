@@ -23,14 +23,14 @@ from ._rule import (
     LimitAndMemory,
     Number,
     Rule,
-    at_step,
     call_name,
     choice_field,
     flag_field,
     length_field,
     number_field,
-    rule_named,
-    warn_of_falling,
+    numbers_at_step,
+    rule_for_clipper,
+    warn_if_limits_fall,
 )
 
 
@@ -131,7 +131,7 @@ class WindowedQuantile(Rule):
         super().__post_init__()
         # A current norm counts as it came, and lets limits rise.
         if self.remember == "clipped" and not self.current:
-            warn_of_falling("windowed_quantile: factor", self.factor)
+            warn_if_limits_fall("windowed_quantile: factor", self.factor)
 
     def init(self, norm: Array) -> QuantileMemory:
         recent = empty_window(self, norm)
@@ -141,9 +141,9 @@ class WindowedQuantile(Rule):
     def update(
         self, norm: Array, memory: QuantileMemory, step: Array
     ) -> LimitAndMemory:
-        quantile, factor = at_step(step, norm.dtype, self.quantile, self.factor)
+        quantile, factor = numbers_at_step(step, norm.dtype, self.quantile, self.factor)
         recent, ordered = push_ordered(memory, norm) if self.current else memory
-        norm_at_quantile = interpolated(quantile, recent.seen, ordered)
+        norm_at_quantile = interpolated_quantile(quantile, recent.seen, ordered)
         limit = multiple(factor, norm_at_quantile)
         is_past_warmup = has_reached(recent.seen, self.warmup) & (recent.seen > 0)
         limit = jnp.where(is_past_warmup, limit, jnp.inf)
@@ -179,7 +179,7 @@ def push_ordered(memory: QuantileMemory, norm: Array) -> QuantileMemory:
     return new_recent, new_ordered
 
 
-def interpolated(quantile: Array, seen: Array, ordered: Array) -> Array:
+def interpolated_quantile(quantile: Array, seen: Array, ordered: Array) -> Array:
     """The quantile, between the two nearest norms."""
     last = jnp.clip(seen, 1, ordered.shape[-1]) - 1
     # Quantile 0 is the first of the norms, 1 the last, as in numpy.percentile.
@@ -250,7 +250,7 @@ class WindowedMean(Rule):
         return empty_window(self, norm)
 
     def update(self, norm: Array, memory: Window, step: Array) -> LimitAndMemory:
-        sigmas, floor, ddof = at_step(
+        sigmas, floor, ddof = numbers_at_step(
             step, norm.dtype, self.sigmas, self.floor, self.ddof
         )
         window = push(memory, norm) if self.current else memory
@@ -300,7 +300,7 @@ def mean_and_deviation(ddof: ArrayLike, window: Window) -> tuple[Array, Array]:
 def skip_step_rule(call: str, sigmas: Number = 6.0, window: int | Array = 128) -> Rule:
     """The rule of `skip_step`: the first limit comes after half a window."""
     check_whole_number(f"{call}: window", window, least=2)
-    return rule_named(
+    return rule_for_clipper(
         call,
         WindowedMean,
         sigmas=sigmas,
@@ -315,7 +315,9 @@ def skip_step_rule(call: str, sigmas: Number = 6.0, window: int | Array = 128) -
 def spike_rule(call: str, sigmas: Number, window: int | Array) -> Rule:
     """The rule of OLMo-core's spike score: a norm over its limit is a spike."""
     # Nothing is a spike before the window is full.
-    return rule_named(call, WindowedMean, sigmas=sigmas, window=window, warmup=window)
+    return rule_for_clipper(
+        call, WindowedMean, sigmas=sigmas, window=window, warmup=window
+    )
 
 
 class Growth(Rule):
@@ -359,7 +361,7 @@ class Growth(Rule):
         super().__post_init__()
         # A floor above 0 holds limits up.
         if isinstance(self.floor, (int, float, np.number)) and self.floor == 0:
-            warn_of_falling("growth: rate", self.rate)
+            warn_if_limits_fall("growth: rate", self.rate)
 
     def init(self, norm: Array) -> Array:
         # inf stands for no last norm yet.
@@ -367,7 +369,7 @@ class Growth(Rule):
 
     def update(self, norm: Array, memory: Array, step: Array) -> LimitAndMemory:
         cap = jnp.inf if self.cap is None else self.cap
-        rate, floor, cap = at_step(step, norm.dtype, self.rate, self.floor, cap)
+        rate, floor, cap = numbers_at_step(step, norm.dtype, self.rate, self.floor, cap)
         # Without a last norm there is no limit, also at a rate of 0: 0 * inf is NaN.
         has_last = memory < jnp.inf
         last = jnp.where(has_last, memory, 0.0)
@@ -419,7 +421,7 @@ class QuantileTracker(Rule):
         return jnp.full_like(norm, self.start)
 
     def update(self, norm: Array, limit: Array, step: Array) -> LimitAndMemory:
-        quantile, rate = at_step(step, norm.dtype, self.quantile, self.rate)
+        quantile, rate = numbers_at_step(step, norm.dtype, self.quantile, self.rate)
         is_within = (norm <= limit).astype(norm.dtype)
         # A limit of 0 or inf would stay for good, or become NaN.
         info = jnp.finfo(norm.dtype)
