@@ -178,7 +178,7 @@ def record_spikes(
 
     def init(params: PyTree) -> SpikeState:
         arrays = pack(SpikeState.ROWS, *judge.before_first_step(params))
-        return judge.varying_if_alone(SpikeState(*arrays), params)
+        return judge.varying_if_trained_alone(SpikeState(*arrays), params)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object

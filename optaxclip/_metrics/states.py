@@ -29,8 +29,8 @@ from .rows import (
 class StateReport(NamedTuple):
     """How a state of one type is reported."""
 
-    word: str  # the first of its keys: "clip"
-    rows: Callable[[Any, Options], Iterator[ReportRow]]
+    first_word: str  # the first of its keys: "clip"
+    rows_of: Callable[[Any, Options], Iterator[ReportRow]]
 
 
 REPORT_OF_TYPE = {
@@ -67,17 +67,17 @@ def reported_rows(
     for scope, state in states:
         mapped = "jax.vmap(optaxclip.metrics)(opt_state)"
         check_one_model("metrics: opt_state", state, mapped)
-        word, rows = REPORT_OF_TYPE[type(state)]
+        first_word, rows_of = REPORT_OF_TYPE[type(state)]
         # A clipper named "clip" has keys "clip/...", not "clip/clip/...".
-        path = "/".join(str(name) for name in scope if name != word)
+        path = "/".join(str(name) for name in scope if name != first_word)
         # "clip/a" and "clip/b" are counted separately: neither becomes "clip_2".
-        counts[word, path] += 1
-        count = counts[word, path]
+        counts[first_word, path] += 1
+        count = counts[first_word, path]
         # The first keeps its name when a second one is added.
-        prefix = word if count == 1 else f"{word}_{count}"
+        prefix = first_word if count == 1 else f"{first_word}_{count}"
         if path:
             prefix = f"{prefix}/{path}"
-        for row in rows(state, options):
+        for row in rows_of(state, options):
             yield prefix, row
 
 

@@ -96,14 +96,16 @@ class Judge(NamedTuple):
         norm_value = self._checked_argument(extra_args, "grad_norm")
         if norm_value is None:
             norm_value = self._norm_of(updates)
-        norm = self._compared(self.rule, norm_value, memory, state, like=state.norm)
+        norm = self._compared_number(
+            self.rule, norm_value, memory, state, like=state.norm
+        )
         loss = ComparedNumber(state.loss, state.loss_limit, loss_memory)
         if self.loss_rule is not None:
             loss_value = self._checked_argument(extra_args, "value")
             if loss_value is None:
                 self._check_loss_may_be_missing(extra_args)
             else:
-                loss = self._compared(
+                loss = self._compared_number(
                     self.loss_rule,
                     loss_value,
                     loss_memory,
@@ -118,7 +120,7 @@ class Judge(NamedTuple):
             is_nonfinite=jnp.logical_or(norm.is_nonfinite, loss.is_nonfinite),
         )
 
-    def varying_if_alone(self, values: PyTree, like: PyTree) -> PyTree:
+    def varying_if_trained_alone(self, values: PyTree, like: PyTree) -> PyTree:
         """The values. If each device trains alone (mesh_axes=None), they are typed as
         differing over the mesh axes over which `like` does.
         """
@@ -131,7 +133,7 @@ class Judge(NamedTuple):
         measure = GlobalNorm(self.call, mesh_axes=self.mesh_axes)
         return measure(leaves_to_clip(updates, self.call)).values[0]
 
-    def _compared(
+    def _compared_number(
         self,
         rule: Rule,
         number: ArrayLike,
@@ -146,7 +148,7 @@ class Judge(NamedTuple):
         """
         # A user's number may have another dtype than the state.
         value = jnp.array(number, state.norm.dtype)
-        value = self.varying_if_alone(value, like)
+        value = self.varying_if_trained_alone(value, like)
         argument = "loss_rule" if is_loss else "rule"
         # Tracers show that the user's jit is running. There a jit of ours would keep a
         # schedule, and what it refers to, alive in its cache.

@@ -318,7 +318,7 @@ def _without_rejected_steps(
         inner_state = optimizer.init(params)
         _warn_of_clippers(call, inner_state)
         arrays = pack(SkipState.ROWS, *judge.before_first_step(params))
-        return judge.varying_if_alone(SkipState(*arrays, inner_state), params)
+        return judge.varying_if_trained_alone(SkipState(*arrays, inner_state), params)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
