@@ -131,9 +131,9 @@ def record_health(
       >>> grads = jnp.array([3.0, 0.0, 4.0, 0.0])
       >>> weights = jnp.array([10.0, 0.0, 0.0, 0.0])
       >>> _, state = recorder.update(grads, recorder.init(weights), weights)
-      >>> found = optaxclip.metrics(state, floats=True)
+      >>> numbers = optaxclip.metrics(state, floats=True)
       >>> for name in ("ratio", "zeros"):
-      ...     print(name, round(found[f"health/{name}"], 2))
+      ...     print(name, round(numbers[f"health/{name}"], 2))
       ratio 0.5
       zeros 0.5
     """
@@ -222,9 +222,12 @@ def _after_step(
     weights: PyTree,
     patience: int,
 ) -> HealthState:
-    """The state after an update. `tree` has the gradients or updates.
-    `embedding_leaves` are its embeddings, by name. `weights` is None if they are not
-    read.
+    """The state after an update.
+
+    Args:
+      tree: the gradients or updates.
+      embedding_leaves: the leaves of `tree` whose dead rows are counted, by name.
+      weights: None if they are not read.
     """
     norms = measure(tree)
     _check_whole_embeddings(norms, embedding_leaves)
@@ -243,8 +246,8 @@ def _after_step(
 
     signs: dict[str, Array] = {}
     for sign, numbers in local_signs.items():
-        # Only a norm clipper knows where a state has layers, and leaves split over
-        # devices. So the numbers of a sign are recorded as if they were norms.
+        # A norm clipper knows the order of the state's numbers, with layers and leaves
+        # that are split over devices. So a sign is recorded as if it were a norm.
         numbers_as_norms = norms._replace(values=norms.gathered(numbers))
         signs[sign] = state_after(numbers_as_norms).norm.astype(jnp.float32)
     idle: dict[str, Array] = {}
@@ -281,8 +284,8 @@ def _check_whole_embeddings(norms: Norms, names: Collection[str]) -> None:
 
 
 def _idle_steps(leaf: Array, steps: Array) -> Array:
-    """int32[rows]: steps since each row of an embedding had a gradient. `leaf` has the
-    gradients of this step, and `steps` the numbers before it.
+    """int32[rows]: steps since each row of an embedding had a gradient, from the
+    gradients of this step and the steps before it.
     """
     entry_axes = tuple(range(1, leaf.ndim))
     has_gradient = jnp.any(leaf != 0, entry_axes)
@@ -306,9 +309,10 @@ def _signs_of_weights(measure: TensorNorm, weights: PyTree) -> dict[str, list[Ar
 
 
 def _signs_of_values(measure: TensorNorm, tree: PyTree) -> dict[str, list[Array]]:
-    """The signs of values: shares and counts of elements. The norm of a mask of 0 and 1
-    is the root of a count, and its root mean square is the root of a share. So layers
-    and devices are summed as they are for norms.
+    """The signs of values: shares and counts of elements, from masks of 0 and 1.
+
+    The square of a mask's norm is a count, and that of its root mean square is a share.
+    So layers and devices are summed as they are for norms.
     """
 
     def squared_norms(
@@ -318,10 +322,12 @@ def _signs_of_values(measure: TensorNorm, tree: PyTree) -> dict[str, list[Array]
         return [jnp.square(norm) for norm in norms_of_masks.local_values()]
 
     root_mean_square = measure._replace(ord="rms")
-    zeros = squared_norms(root_mean_square, _is_zero)
-    subnormals = squared_norms(root_mean_square, _is_subnormal)
-    counts = [jnp.round(count) for count in squared_norms(measure, _is_nonfinite)]
-    return {"zeros": zeros, "subnormals": subnormals, "nonfinite": counts}
+    counts = squared_norms(measure, _is_nonfinite)
+    return {
+        "zeros": squared_norms(root_mean_square, _is_zero),
+        "subnormals": squared_norms(root_mean_square, _is_subnormal),
+        "nonfinite": [jnp.round(count) for count in counts],
+    }
 
 
 def _is_zero(x: Array) -> Array:
@@ -340,8 +346,8 @@ def _is_nonfinite(x: Array) -> Array:
 
 
 def _bits_of_absolutes(x: Array) -> Array:
-    """The bits of |x|, as integers. Floats would not do: a CPU takes subnormal ones for
-    0 when it compares them.
+    """The bits of |x|, as integers. A CPU that compares subnormal floats takes them for
+    0.
     """
     real = jnp.abs(x) if jnp.iscomplexobj(x) else x
     size = jnp.finfo(x.dtype).bits
@@ -356,8 +362,8 @@ def _bits_of_absolutes(x: Array) -> Array:
 def health_numbers(
     state: HealthState, *, summary: bool, layers: bool
 ) -> Iterator[tuple[str, str, Array]]:
-    """Sign, path and value of each number, for `metrics`. With `summary` the largest of
-    all tensors, under the path "".
+    """Sign, path and value of each number, for `metrics`. With `summary` each sign has
+    one number, the largest of all tensors, and the path "".
     """
     spans = spans_of_names(state.norms, by_layer=layers and not summary, call="metrics")
     if not spans:
@@ -375,8 +381,8 @@ def health_numbers(
 
 @partial(jax.jit, static_argnums=0)
 def _largest(sizes: tuple[int, ...], state: HealthState) -> dict[str, Array]:
-    """The largest number of each tensor, for each sign, the norm and the ratio. `sizes`
-    says how many numbers each tensor has: one for each layer.
+    """The largest number of each tensor: of each sign, the norm and the ratio. `sizes`
+    says how many numbers each tensor has, one for each layer.
     """
     norm = state.norms.norm
     signs = {"norm": norm, **state.signs}
