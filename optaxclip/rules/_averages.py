@@ -198,10 +198,11 @@ class EmaRatio(Rule):
     def update(
         self, norm: Array, memory: EmaRatioMemory, step: Array
     ) -> LimitAndMemory:
-        ratio, decay = numbers_at_step(step, norm.dtype, self.ratio, self.decay)
         target = self.ratio if self.target is None else self.target
         target_decay = self.decay if self.target_decay is None else self.target_decay
-        target, target_decay = numbers_at_step(step, norm.dtype, target, target_decay)
+        ratio, decay, target, target_decay = numbers_at_step(
+            step, norm.dtype, self.ratio, self.decay, target, target_decay
+        )
         seen, average, target_average = memory
         edge = ratio * average.estimate
         # Without target and target_decay both averages are equal, and so are both
