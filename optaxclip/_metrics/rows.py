@@ -1,9 +1,8 @@
 """The numbers of one state, as rows of the report of `metrics`.
 
-Each number is a `ReportRow`. (The rows of a state are other things: arrays with an
-entry for each norm.) Most states have one number of each metric. The state of a clipper
-has an entry for each norm, and the report shows a span of entries together: a tensor,
-all layers of a stacked leaf, or all entries. A row of a span shows:
+Each number is a `ReportRow`. Most states have one number of each metric. The state of a
+clipper has an entry for each norm, and the report shows a span of entries together: a
+tensor, all layers of a stacked leaf, or all entries. A row of a span shows:
 
     norm_before, limit, factor, norm_after, clipped    those of the worst entry
     shares                                             the mean over the span
@@ -52,8 +51,8 @@ class WorstName(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The options of `metrics` that say which numbers are reported. All functions of
-    rows take them, used or not, so that one table can hold these functions.
+    """The options of `metrics` that say which numbers are reported. Each function in
+    the table of states.py takes them, used or not.
     """
 
     summary: bool
@@ -65,7 +64,7 @@ class Options(NamedTuple):
 
 
 def _rows_without_path(numbers: Mapping[str, Any]) -> Iterator[ReportRow]:
-    """The rows of numbers that are shown without a path, by their metrics."""
+    """Rows for numbers that are shown without a path, from a dict by metric."""
     return (ReportRow(metric, "", value) for metric, value in numbers.items())
 
 
@@ -97,7 +96,7 @@ def skip_rows(state: SkipState, options: Options) -> Iterator[ReportRow]:
             "limit": state.limit,
             "loss": state.loss,
             "loss_limit": state.loss_limit,
-            # The metric is of the last step, while state.skipped counts steps.
+            # Whether the last step was skipped. `state.skipped` counts steps.
             "skipped": _float32(state.consecutive > 0),
             "skipped_share": _float32(state.skipped) / _steps(state),
             "skipped_share_recent": _float32(state.skipped_recently),
@@ -118,7 +117,7 @@ def spike_rows(state: SpikeState, options: Options) -> Iterator[ReportRow]:
             "loss_limit": state.loss_limit,
             "spiked": _float32(state.spiked),
             "spiked_count": _float32(state.spikes),
-            # The share of steps that are spikes is called the spike score.
+            # OLMo-core calls the share of spikes the spike score.
             "score": _float32(state.spikes) / _steps(state),
             "score_recent": _float32(state.spiked_recently),
         }
@@ -214,7 +213,8 @@ def _spans_worst_first(spans: Spans, state: ClipState) -> np.ndarray:
     """The indices of all spans, beginning with the one furthest above its limit."""
     severities = np.ravel(severity(state.norm, state.limit))
     largest_of_span = np.maximum.reduceat(severities, [span.start for span in spans])
-    # NaN comes first, as `argmax` has it in a summary. The last key counts most.
+    # NaN comes first, as `argmax` has it in a summary. `lexsort` sorts by its last key
+    # first.
     return np.lexsort((-largest_of_span, ~np.isnan(largest_of_span)))
 
 
@@ -224,18 +224,18 @@ def _numbers_of_entries(state: ClipState) -> ClipNumbers:
     has_units = bool(state.names.unit_leaves)
     is_changed = state.units_clipped > 0 if has_units else state.factor != 1
     # A broken step was not clipped. With nonfinite="propagate" its factor is NaN. With
-    # "zero" it is 0, like the factor of a norm that `drop` clips. So with "zero" a step
-    # that is broken only because a shrink of the user's returned NaN counts as clipped.
+    # "zero" it is 0, as that of a norm that `drop` clips. So if only a shrink of the
+    # user's returned NaN, the step counts as clipped with "zero".
     is_sound = are_sound(state.norm, state.limit) & jnp.isfinite(state.factor)
     is_clipped = is_changed & is_sound
     clipped_count = _float32(state.clipped)
-    # The factor new_norm / norm is cut to the range of its dtype. Where it was cut,
-    # norm * factor is not the new norm. The limit is, unless a shrink of the user's
-    # goes elsewhere: the state does not tell.
+    # The factor new_norm / norm is cut to the range of its dtype, and norm * factor is
+    # then not the new norm. The state does not have that norm. It is the limit, except
+    # with some shrinks of users.
     factor = state.factor
     factor_range = jnp.finfo(factor.dtype)
     is_cut = (factor == factor_range.tiny) | (factor == factor_range.max)
-    # A factor of 0 makes norms of inf and NaN 0 too. Their product with 0 is NaN.
+    # Updates with a factor of 0 became 0, whatever their norm. 0 * inf is NaN.
     product = jnp.where(factor == 0, 0.0, state.norm * factor)
     numbers = ClipNumbers(
         norm_before=state.norm,
@@ -256,9 +256,7 @@ def _numbers_of_entries(state: ClipState) -> ClipNumbers:
 def _numbers_of_span(
     span: Span, entries: ClipNumbers, severities: Array
 ) -> ClipNumbers:
-    """The numbers of one span, scalars, from the numbers and severities of all
-    entries.
-    """
+    """The numbers of one span, which are scalars, from those of all entries."""
     if span.size == 1:
         return entries_at(entries, span.start)
     entries_of_span = entries_at(entries, slice(*span))
@@ -299,7 +297,7 @@ def _summary(spans: Spans, state: ClipState) -> ClipNumbers:
     is_zero = (numbers.norm_before == 0) & ~jnp.isnan(numbers.limit)
     ratio = jnp.where(is_zero, 0.0, numbers.norm_before / numbers.limit)
     return numbers._replace(
-        # Without units `units_clipped` holds whether each norm was clipped.
+        # Without units `units_clipped` is `clipped`, so this is the mean of `clipped`.
         norms_clipped=numbers.units_clipped,
         worst_ratio=ratio,
         worst_index=_float32(jnp.asarray(span_of_entry)[worst]),

@@ -27,9 +27,9 @@ from .rows import (
 
 
 class StateReport(NamedTuple):
-    """How a state of one type is reported."""
+    """How states of one type are reported."""
 
-    first_word: str  # the first of its keys: "clip"
+    first_word: str  # of their keys: "clip"
     rows_of: Callable[[Any, Options], Iterator[ReportRow]]
 
 
@@ -42,7 +42,7 @@ REPORT_OF_TYPE = {
     SpikeState: StateReport("spike", spike_rows),
     HealthState: StateReport("health", health_rows),
 }
-Scope = tuple[Any, ...]  # of the mappings on the way to a state
+Scope = tuple[Any, ...]  # the keys of the mappings on the way to a state
 
 
 def reported_rows(
@@ -82,9 +82,8 @@ def reported_rows(
 
 
 def _states_in(tree: PyTree, scope: Scope = ()) -> Iterator[tuple[Scope, Any]]:
-    """The scope and the state, for each reported state of a tree.
-
-    `scope` is the scope of the tree itself. The scope of each state begins with it.
+    """The scope and the state, for each reported state of a tree. `scope` is that of
+    the tree.
     """
     leaves = jax.tree.leaves_with_path(
         tree, is_leaf=lambda x: type(x) in REPORT_OF_TYPE
@@ -92,12 +91,12 @@ def _states_in(tree: PyTree, scope: Scope = ()) -> Iterator[tuple[Scope, Any]]:
     for path, leaf in leaves:
         if type(leaf) not in REPORT_OF_TYPE:
             continue
-        # Only a key of a mapping is a name. A field such as `inner_states`, and a place
-        # in a tuple, are not: they have keys of other types.
+        # Keys of mappings are names. Fields, such as `inner_states`, and places in
+        # tuples are not.
         names = [key.key for key in path if isinstance(key, DictKey)]
         scope_of_state = (*scope, *names)
         yield scope_of_state, leaf
-        # A `SkipState` holds a whole optimizer. The `ClipState` in a `HealthState` is
-        # reported with it, and not by itself.
+        # A `SkipState` holds a whole optimizer, whose states are reported too. The
+        # `ClipState` in a `HealthState` is not, since `health_rows` reads it.
         if isinstance(leaf, SkipState):
             yield from _states_in(leaf.inner_state, scope_of_state)

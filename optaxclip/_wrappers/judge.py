@@ -42,7 +42,7 @@ class Judgement(NamedTuple):
     """Whether a step is rejected, and why."""
 
     norm: ComparedNumber
-    # The last loss that was given. It can be rejected only in the step that gave it.
+    # The last loss that was given. Only in the step that gave it can it be rejected.
     loss: ComparedNumber
     is_rejected: Array  # bool[]
     is_nonfinite: Array  # bool[]: whether norm or loss is NaN or inf
@@ -55,8 +55,8 @@ class Judge(NamedTuple):
     rule: Rule  # of the norm
     loss_rule: Rule | None  # None: losses are ignored
     mesh_axes: MeshAxes
-    # The argument by which the user demands a loss in each step, for the error of a
-    # step without one. "" where a loss may be missing.
+    # The argument by which the user demands a loss in each step. The error of a step
+    # without one names it. "" where a loss may be missing.
     loss_argument: str = ""
 
     def before_first_step(
@@ -64,8 +64,8 @@ class Judge(NamedTuple):
     ) -> tuple[ComparedNumber, ComparedNumber]:
         """Norm and loss before the first step."""
         tree = leaves_to_clip(params, self.call)
-        # Only the dtype of the norm is needed: float64 if a leaf has 64 bits. It is
-        # asked for with mesh_axes=None, since `init` may run outside the mesh.
+        # Only the dtype of the norm is needed: float64 if a leaf has 64 bits. `init`
+        # may run outside the mesh, hence mesh_axes=None.
         norm_type = jax.eval_shape(self._replace(mesh_axes=None)._norm_of, tree)
         zero = jnp.zeros((), norm_type.dtype)
         no_limit = jnp.full_like(zero, jnp.inf)
@@ -121,7 +121,7 @@ class Judge(NamedTuple):
         )
 
     def varying_if_trained_alone(self, values: PyTree, like: PyTree) -> PyTree:
-        """The values. If each device trains alone (mesh_axes=None), they are typed as
+        """The values, typed for devices that each train alone (mesh_axes=None): as
         differing over the mesh axes over which `like` does.
         """
         if self.mesh_axes is None:
@@ -143,8 +143,8 @@ class Judge(NamedTuple):
         like: PyTree,
         is_loss: bool = False,
     ) -> ComparedNumber:
-        """Holds a norm or a loss against the limit of its rule. If each device trains
-        alone, the number differs over the mesh axes over which `like` does.
+        """Holds a norm or a loss against the limit of its rule. `like` is that of
+        `varying_if_trained_alone`.
         """
         # A user's number may have another dtype than the state.
         value = jnp.array(number, state.norm.dtype)
@@ -179,7 +179,7 @@ class Judge(NamedTuple):
         number = extra_args.get(argument)
         if number is None:
             return None
-        # With a loss for each example, the limit and the decision would be arrays too.
+        # From a loss for each example, limit and decision would be arrays too.
         if argument == "grad_norm":
             checks.check_given_norm(f"{self.call}: {argument}", number, is_scalar=True)
         else:

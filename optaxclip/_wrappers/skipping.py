@@ -182,9 +182,9 @@ def skip_step(
       sigmas: how many standard deviations above the mean are allowed. At least 0. A
         number or a schedule.
       window: how many norms and losses are remembered. A whole number, at least 2. The
-        first step that can be skipped is number max(3, window // 2), 64 by default,
-        counted from 1. The length is part of the state: a restored state goes on with
-        its own.
+        first step that can be skipped is step max(3, window // 2), counted from 1: 64
+        by default. The length is part of the state: a restored state goes on with its
+        own.
       on_loss: whether to look at the loss too. None looks at it in the steps in which
         `update(..., value=loss)` is given it, True demands it, False ignores it.
       mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
@@ -225,7 +225,7 @@ def skip_step(
         checks.check_flag(f"{call}: on_loss", on_loss, "None, True or False")
     # Norm and loss share the rule, and each has a memory in the state.
     rule = skip_step_rule(call, sigmas, window)
-    # With None a step without a loss is judged by its norm alone.
+    # With None a step without a loss is judged by its norm alone. True demands one.
     loss_rule = rule if on_loss is None or on_loss else None
     loss_argument = "on_loss=True" if on_loss else ""
     return _without_rejected_steps(
