@@ -3,8 +3,9 @@
     root     sqrt(new_norm / norm), rounded down     one number for each norm
     update   x * root * root
 
-The quotient of the norms may leave the range of the dtype, and its root does not. So
-all updates are multiplied twice. To choose for each leaf would cost more.
+The quotient of the norms may leave the range of the dtype, but its root does not. So
+every update is multiplied twice by the root. To choose for each leaf between one
+product and two would cost more than the second product.
 """
 
 from collections.abc import Callable
@@ -44,41 +45,44 @@ class Factor(NamedTuple):
 def factor_between(norm: Array, new_norm: Array) -> Factor:
     """The factor from a norm to a new one.
 
-    Both numbers are exactly 1 where the norms are equal, and 0 where the new norm is 0.
-    Otherwise a NaN norm makes both NaN. From inf to a finite norm the root is 0, and
-    `reported` the smallest normal number. The 4 eps cover the rounding of limit, norm,
-    roots and products, so that the result never exceeds the limit.
+    Both numbers are exactly 1 where the norms are equal, and exactly 0 where the new
+    norm is 0. In all other cases a NaN in either norm makes both NaN. From inf to a
+    finite norm the root is 0, and `reported` the smallest normal number. The 4 eps
+    cover the rounding of limit, norm, roots and products, so that the result never
+    exceeds the limit.
     """
     stays_same = new_norm == norm
     becomes_zero = new_norm == 0
     info = jnp.finfo(norm.dtype)
-    # A quotient that is not used must be finite too, with a finite derivative. From a
-    # norm of 0 any factor will do: its updates are 0.
+    # The derivative of jnp.where is NaN where that of the branch not taken is, so
+    # unused quotients are 1 / 1. A norm of 0 becomes 1 as well: its updates are 0
+    # whatever the factor.
     is_exact = stays_same | becomes_zero
     norm = jnp.where(is_exact | (norm == 0), 1.0, norm)
     new_norm = jnp.where(is_exact, 1.0, new_norm)
-    # Within the range, since a reported 0 says that updates became 0.
+    # Not rounded to 0, because a reported 0 says that updates became 0.
     quotient = jnp.clip(new_norm / norm, info.tiny, info.max)
-    # Exactly 1 where it must be, whatever the root of 1 is on a device.
+    # Where the root must be exact it is divided by 1: on a device sqrt(1) may be off.
     denominator = jnp.where(is_exact, 1.0, jnp.sqrt(norm))
     numerator = jnp.sqrt(new_norm) * (1 - 2 * info.eps)
 
     def with_exact_values(x: Array) -> Array:
-        return jnp.where(stays_same, 1.0, jnp.where(becomes_zero, 0.0, x))
+        x = jnp.where(becomes_zero, 0.0, x)
+        return jnp.where(stays_same, 1.0, x)
 
-    # Division comes last. XLA on a CPU computes what comes after one again for every
-    # element of the updates, also behind a barrier.
+    # The division comes last. XLA on a CPU repeats all operations after a division for
+    # every element of the updates, even behind a barrier.
     root = with_exact_values(numerator) / denominator
     return Factor(root, reported=with_exact_values(quotient))
 
 
-def multiply(
+def times_squares(
     tree: PyTree, norms: Norms, roots: list[Any], *, zero_at_zero: bool = False
 ) -> Any:
-    """Multiplies each clipped leaf twice by its entry of `roots`, which has one for
-    each norm.
+    """Multiplies each clipped leaf twice by its root. `roots` has one for each norm.
 
-    `zero_at_zero`: where the root is 0 leaves become zeros, because 0 * inf is NaN.
+    `zero_at_zero`: elements that are inf or NaN become 0 as well where the root is 0.
+    Otherwise they become NaN.
     """
     arrays, treedef = jax.tree.flatten(tree)
     for index, spec in enumerate(norms.specs):
@@ -100,17 +104,17 @@ def times_square(x: Array, root: Array) -> Array:
         # Real and imaginary parts by themselves: (inf + 0i) * (1 + 0i) is inf + NaN i.
         real = times_square(jnp.real(x), root)
         return lax.complex(real, times_square(jnp.imag(x), root))
-    # bfloat16 * float32 is float32, and is rounded once at the end.
+    # Products of bfloat16 and float32 are float32, and are rounded once at the end.
     dtype = np.promote_types(x.dtype, root.dtype)
-    # Broadcast once, where each product would broadcast the root again.
+    # Broadcast once, instead of in each product.
     roots = jnp.broadcast_to(root.astype(dtype), x.shape)
     wide_x = x.astype(dtype)
     wide_product = lax.mul(lax.mul(wide_x, roots), roots)
     product = wide_product.astype(x.dtype)
-    # Selected, since on a CPU and a TPU a product with 1 flushes subnormal numbers.
-    # `wide_x * 0` makes the condition elementwise. With a scalar condition LLVM
-    # duplicates the optimizer's loops. Where it is NaN, x is inf or NaN, and so is the
-    # product.
+    # Where the root is 1, x is selected: on a CPU and a TPU a product with 1 flushes
+    # subnormal numbers. `wide_x * 0` makes the condition elementwise, because with a
+    # scalar one LLVM duplicates the optimizer's loops. It is NaN where x is inf or NaN,
+    # and there a product with 1 is x.
     zeros = lax.mul(wide_x, jnp.zeros_like(wide_x))
     is_unchanged = lax.eq(zeros, lax.sub(roots, jnp.ones_like(roots)))
     return lax.select(is_unchanged, x, product)
@@ -124,8 +128,8 @@ def shrunk_by(shrink: Shrink, norm: Array, limit: Array, call: str) -> Any:
     """
     if shrink is hard:
         return jnp.minimum(norm, limit)
-    # Zeros stay zeros, and a limit of inf clips nothing. There a shrink, such as norm *
-    # (limit / norm), or its derivative may be NaN. So it gets a norm and limit of 1.
+    # Zeros stay zeros, and a limit of inf clips nothing. There a shrink such as
+    # norm * (limit / norm), or its derivative, may be NaN. So it gets 1 for both.
     stays = (norm == 0) | (limit == jnp.inf)
     safe_norm = jnp.where(stays, 1.0, norm)
     safe_limit = jnp.where(stays, 1.0, limit)
@@ -139,16 +143,15 @@ def shrunk_by(shrink: Shrink, norm: Array, limit: Array, call: str) -> Any:
     return jnp.where(stays, norm, new_norm)
 
 
-def factor_roots(
+def roots_of_norms(
     roots: Array, norms: list[Array], limits: list[Array], decide: Callable[..., Any]
 ) -> list[Array]:
-    """The root of each norm, out of the vector `roots`. `decide` computes one anew,
-    from a norm and its limit.
+    """The entries of the vector `roots`, which has one root for each norm.
 
-    On a TPU with at most 64 norms each root is recomputed from its own norm and limit.
-    So no leaf waits until all are measured, and it is still on the chip when it is
-    multiplied. A scanned decoder of width 1024 then moves 5.28 GB on a v5e, instead of
-    5.61.
+    Usually the vector is split. On a TPU with at most 64 norms it is not used: each
+    root is computed anew, as `decide(norm, limit).root_of_factor`. So no leaf waits
+    until all are measured, and each is still on the chip when it is multiplied. A
+    scanned decoder of width 1024 then moves 5.28 GB on a v5e, instead of 5.61.
     """
     norm_types = [jax.typeof(norm) for norm in norms]
 
@@ -181,14 +184,15 @@ def factor_roots(
 
 @jax.jit
 def _numbers_by_sums(vector: Array) -> list[Array]:
-    """The numbers of a vector, each as a sum of which all other terms are 0. XLA on a
-    CPU fuses a slice into the kernels of the optimizer, which then no longer share
-    their code: 148 tensors took 14 s to compile instead of 4.
+    """The numbers of a vector. Each is the sum of a copy in which all others are 0.
+
+    XLA on a CPU would fuse a slice into the kernels of the optimizer, which would then
+    no longer share their code: 148 tensors took 14 s to compile instead of 4.
     """
     zeros = jnp.zeros_like(vector)
     numbers = []
-    for is_number in np.eye(vector.size, dtype=bool):
-        terms = lax.select(is_number, vector, zeros)
+    for is_its_place in np.eye(vector.size, dtype=bool):
+        terms = lax.select(is_its_place, vector, zeros)
         numbers.append(lax.reduce_sum(terms, [0]))
     return numbers
 
@@ -237,4 +241,4 @@ def rescale(updates: PyTree, norms: PyTree, new_norms: PyTree) -> Any:
         check_shape("rescale: new_norms", new_norm.shape, norm.shape)
         new_norm = jnp.broadcast_to(new_norm, norm.shape)
         roots.append(factor_between(norm, new_norm).root)
-    return put_back(multiply(tree, norms_before, roots), updates)
+    return put_back(times_squares(tree, norms_before, roots), updates)

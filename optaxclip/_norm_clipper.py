@@ -13,7 +13,7 @@ case, a global norm under a number:
     norm     = sqrt(sum(x^2 for all leaves))    _norms/norms.py: measured
     new_norm = min(norm, limit)                 _factors.py: shrunk_by
     root     = sqrt(new_norm / norm)            _factors.py: factor_between
-    updates  = x * root * root, for each leaf   _factors.py: multiply
+    updates  = x * root * root, for each leaf   _factors.py: times_squares
 
 `_decide` computes new_norm and root.
 
@@ -65,7 +65,7 @@ from ._arguments.updates import (
 )
 from ._devices import mesh_types
 from ._devices.platforms import traced_once
-from ._factors import factor_between, factor_roots, multiply, shrunk_by
+from ._factors import factor_between, roots_of_norms, shrunk_by, times_squares
 from ._norms.norms import GlobalNorm, Measure, Norms, UnitwiseNorm, measured, total_norm
 from ._numbers import number_for_jit
 from ._state import blocks
@@ -296,7 +296,7 @@ def _update(
     if changes_updates:
         roots_in_order = [roots[name] for name in names]
         zero_at_zero = settings.nonfinite == "zero"
-        tree = multiply(tree, norms, roots_in_order, zero_at_zero=zero_at_zero)
+        tree = times_squares(tree, norms, roots_in_order, zero_at_zero=zero_at_zero)
     return tree, next_state(state, outcomes, memories, decide)
 
 
@@ -408,11 +408,11 @@ def _limits_by_one_rule(inputs: RuleInputs, block: Block, memory: PyTree) -> Lim
     )
     remembers = len(jax.tree.leaves(memory)) > 0
     if rule.needs_params and block.is_vector and not remembers:
-        # On a TPU `factor_roots` computes the root of each leaf again, from the leaf's
-        # own norm and limit, so that no leaf waits for all others. It says what that
-        # gains. A limit taken from the vector would wait for the weight norms of all
-        # leaves, so each limit is computed a second time. On other platforms nothing
-        # uses these second limits, and XLA removes them.
+        # On a TPU `roots_of_norms` computes the root of each leaf again, from its own
+        # norm and limit, so that no leaf waits for all others. It says what that gains.
+        # A limit taken from the vector would wait for the weight norms of all leaves,
+        # so each limit is computed a second time. On other platforms nothing uses these
+        # second limits, and XLA removes them.
         limit_of_name = _limits_norm_by_norm(inputs, block)
     else:
         limit_of_name = block.by_name(limit)
@@ -529,7 +529,7 @@ def _roots_by_name(
         return block.by_name(decision.root_of_factor)
     norms = list(block.norm_of_name.values())
     limits = [limit_of_name[name] for name in block.norm_of_name]
-    roots = factor_roots(decision.root_of_factor, norms, limits, decide)
+    roots = roots_of_norms(decision.root_of_factor, norms, limits, decide)
     return dict(zip(block.norm_of_name, roots))
 
 

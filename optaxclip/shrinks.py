@@ -4,15 +4,15 @@
     smooth(p)   n / (1 + (n/c)^p)^(1/p)          never a corner
     drop        n if n <= c, else 0              a gradient above the limit becomes 0
     normalize   c                                always this long, 0 stays 0
-    auto_s(y)   c n / (n + y)                    normalize, gentle with small norms
-    psac(r)     c n / (n + r / (n + r))          likewise, by c where n vanishes
+    auto_s(y)   c n / (n + y)                    about c, and shorter for small norms
+    psac(r)     c n / (n + r / (n + r))          likewise. About c n for vanishing norms
 
 A shrink is a function (norm, limit) -> new norm. All three are arrays of one shape. It
 goes as `shrink=` into `clip_by`, the clippers by global, tensor, unit, group, average
 and spectral norm and RMS, AGC, and `clipped_grad`. It is called for norms below the
 limit too, which `hard` returns as they are. Where one of your own returns NaN, inf or a
-number below 0, clippers do what `nonfinite` says, and count it. `shrink=smooth`, a
-factory without parentheses, is `shrink=smooth()`.
+number below 0, clippers do what `nonfinite` says, and count the step as broken.
+`shrink=smooth`, a factory without parentheses, is `shrink=smooth()`.
 
 A limit of inf clips nothing, whatever the shrink: clippers do not call the shrink then.
 So a shrink may be NaN there, as `auto_s` and `psac` are for a norm of 0.
@@ -77,8 +77,8 @@ def normalize(norm: Array, limit: ArrayLike) -> Array:
 def smooth(power: float = 1.0) -> Shrink:
     """Returns the shrink norm / (1 + (norm / limit)^power)^(1 / power).
 
-    It shortens everything a little. The norm is at most 2^(1/power) times smaller than
-    with `hard`, which is so at norm = limit.
+    It shortens everything a little. The new norm is that of `hard` divided by at most
+    2^(1/power), which is reached at norm = limit.
 
     Args:
       power: how sharp the bend at the limit is: 1 is the gentlest in use, 2 is
@@ -95,7 +95,7 @@ def smooth(power: float = 1.0) -> Shrink:
     2020 (arXiv 1905.11881). SPECTRA, 2026 (arXiv 2603.14315).
     """
     power = _static_number("smooth: power", power, lowest=1.0)
-    # n / (1 + (n/c)^p)^(1/p) has no derivative at p = inf as it is written.
+    # At p = inf the derivative of the formula is NaN.
     return hard if power == math.inf else _Smooth(power)
 
 
@@ -121,7 +121,7 @@ def auto_s(gamma: float = 0.01) -> Shrink:
     learning made easier and stronger, 2023 (arXiv 2206.07136).
     """
     gamma = _static_number("auto_s: gamma", gamma)
-    # The derivative divides by the square of norm + gamma. Float32 may flush that to 0.
+    # The derivative divides by (norm + gamma)^2, which float32 may flush to 0.
     return normalize if gamma < 1e-19 else _AutoS(gamma)
 
 
@@ -231,11 +231,11 @@ def is_ours(shrink: Shrink) -> bool:
 
 
 def factor_per_limit_of(shrink: Shrink) -> float:
-    """A number k such that the shrink returns at most the limit, and its factor
-    new norm / norm is at most max(1, k * limit).
+    """A bound k on the factor of a shrink: new norm / norm <= max(1, k * limit).
 
-    inf for functions of users, of which this is not proved, and for `normalize`, whose
-    factor limit / norm has no end.
+    It is finite only for shrinks that also return at most the limit. It is inf for
+    functions of users, of which neither is known, and for `normalize`, whose factor
+    limit / norm has no bound.
     """
     if shrink is hard or shrink is drop:
         return 0.0

@@ -21,7 +21,7 @@ AS_CLIPPERS = {
     # A limit for a history of norms, and the factor and the shrink that follow.
     ("replay", "factor_between"),
     ("replay", "limit_and_memory_of"),
-    ("replay", "rule_without_params"),
+    ("replay", "rule_of_norm_alone"),
     ("replay", "shrink_of"),
     ("replay", "shrunk_by"),
     # The rules of `skip_step` and `record_spikes`.
@@ -30,7 +30,7 @@ AS_CLIPPERS = {
     # The clipper of `release`, whose errors name `release`.
     ("_release", "GlobalNorm"),
     ("_release", "make_clipper"),
-    ("_release", "rule_without_params"),
+    ("_release", "rule_of_norm_alone"),
 }
 
 

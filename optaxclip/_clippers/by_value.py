@@ -22,7 +22,7 @@ from .._state.interop import exported
 from .._trees import PyTree
 from ..rules._memory import count_up
 from ..rules._rule import Number, is_rule
-from .elements import Shares, count_clipped, no_elements_clipped
+from .elements import Shares, no_elements_clipped, shares_after
 
 # A bound, or a tree prefix of bounds. None is no bound.
 Bounds: TypeAlias = "Number | Mapping[Any, Bounds] | Sequence[Bounds] | None"
@@ -174,7 +174,7 @@ def value_clipper(
         step = count_up(state.step)
         clipped_shares = state.elements
         if count:
-            clipped_shares = count_clipped(call, clipped_shares, step, before_and_after)
+            clipped_shares = shares_after(call, clipped_shares, step, before_and_after)
         new_state = ClipByValueState(step, clipped_shares)
         return jax.tree.unflatten(treedef, new_leaves), new_state
 

@@ -28,10 +28,10 @@ from ..rules._rule import (
     LimitAndMemory,
     Number,
     Rule,
-    at_step,
     checked_number,
     is_inf,
     number_field,
+    numbers_at_step,
 )
 from ..shrinks import Shrink
 
@@ -223,14 +223,14 @@ def larc(
         tree = leaves_to_clip(updates, call)
         weights = weights_of(call, tree, params)
         grad_norms = measure(tree)
-        # `norm_clipper` measures the weights once more, for the limit of `Larc`. Under
-        # jit XLA computes them once.
+        # `norm_clipper` measures the weights again, for the limit of `Larc`. Under jit
+        # XLA computes their norms once.
         weight_norms = measure(weights)
         # Lists, since a user's class may check the shapes of what it is built from, and
         # norms have other shapes than its arrays.
         grad_leaves, treedef = jax.tree.flatten(tree)
         decayed_leaves = jax.tree.map(
-            partial(_decayed, weight_decay),
+            partial(_grad_with_decay, weight_decay),
             grad_leaves,
             jax.tree.leaves(weights),
             grad_norms.local_values(),
@@ -238,17 +238,15 @@ def larc(
         )
         # As in apex, the norm is |g| + weight_decay * |p|, which is at least the norm
         # of the decayed gradient.
-        norms = grad_norms._replace(
-            values=[
-                _norm_with_decay(weight_decay, grad_norm, weight_norm)
-                for grad_norm, weight_norm in zip(
-                    grad_norms.values, weight_norms.values
-                )
-            ]
-        )
-        decayed_grads = treedef.unflatten(decayed_leaves)
+        norms_with_decay = [
+            _norm_with_decay(weight_decay, grad_norm, weight_norm)
+            for grad_norm, weight_norm in zip(grad_norms.values, weight_norms.values)
+        ]
         clipped, new_state = norm_clipper.update(
-            decayed_grads, state, params, grad_norm=norms
+            treedef.unflatten(decayed_leaves),
+            state,
+            params,
+            grad_norm=grad_norms._replace(values=norms_with_decay),
         )
         rounded = jax.tree.map(rounded_like, clipped, tree)
         return put_back(rounded, updates), new_state
@@ -274,7 +272,7 @@ class Larc(Rule):
     def update(
         self, norm: Array, memory: PyTree, step: Array, params_norm: Array
     ) -> LimitAndMemory:
-        rate, trust = at_step(step, norm.dtype, self.learning_rate, self.trust)
+        rate, trust = numbers_at_step(step, norm.dtype, self.learning_rate, self.trust)
         weight_norm = params_norm.astype(norm.dtype)
         # Weights of 0 would get a limit of 0 and never move. A rate of 0 moves nothing.
         has_no_limit = (weight_norm == 0) | (rate == 0)
@@ -290,22 +288,22 @@ def _norm_with_decay(decay: ArrayLike, grad_norm: Array, weight_norm: Array) -> 
 
 
 @jax.jit
-def _decayed(
+def _grad_with_decay(
     decay: ArrayLike,
     grad: ArrayLike,
     weight: ArrayLike,
     grad_norm: Array,
     weight_norm: Array,
 ) -> Array:
-    """The gradient with weight decay, in float32 at least: it is rounded once it is
-    clipped.
+    """The gradient with weight decay, in at least float32: the clip comes before the
+    rounding.
     """
     decay = jnp.asarray(decay).astype(grad_norm.dtype)
     grad = widened(grad)
     weight = jnp.asarray(weight).astype(grad.dtype)
     decayed = grad + decay.astype(grad.dtype) * weight
-    # Where weights or gradients are all 0 nothing decays, as in apex. Without decay
-    # -0.0 stays -0.0, where -0.0 + 0.0 would be 0.0.
+    # Where weights or gradients are all 0 nothing decays, as in apex. A decay of 0 is
+    # not added, because -0.0 + 0.0 is 0.0.
     is_kept = (grad_norm == 0) | (weight_norm == 0) | (decay == 0)
     return jnp.where(is_kept, grad, decayed)
 
@@ -396,7 +394,7 @@ def clippy(
         bound_ratio = partial(_bound_ratio, relative, absolute, has_no_limit)
         norms = measure(jax.tree.map(bound_ratio, tree, weights))
         # A norm is inf where an element has a bound of 0, or overflows when divided by
-        # its bound. Then its tensor does not move.
+        # its bound. Such a tensor gets the limit 0 and does not move.
         limits = [jnp.where(x == jnp.inf, 0.0, limit) for x in norms.values]
         # A norm of inf would count as broken. NaN stays NaN.
         finite_norms = [jnp.minimum(x, jnp.finfo(x.dtype).max) for x in norms.values]
@@ -418,19 +416,19 @@ def _bound_ratio(
     update: ArrayLike,
     weight: ArrayLike,
 ) -> Array:
-    """How many times its bound each element is: 0 for an update of 0, inf if only the
-    bound is 0, and NaN if the update is inf or NaN.
+    """|u| / bound for each element: 0 where the update is 0, inf where only the bound
+    is 0, and NaN where the update is inf or NaN.
     """
-    # float16 has hardly a digit for the default bound of 1e-7: its smallest number is
-    # 6e-8.
+    # In float16 the default bound of 1e-7 would have hardly a digit: the smallest
+    # number is 6e-8.
     size = jnp.abs(widened(update))
     weight_size = jnp.abs(weight).astype(size.dtype)
     relative = jnp.asarray(relative).astype(size.dtype)
     absolute = jnp.asarray(absolute).astype(size.dtype)
     bound = relative * weight_size + absolute
-    # Without a bound, inf * |0| would be NaN.
+    # A relative bound of inf times a weight of 0 is NaN.
     bound = jnp.where(has_no_limit, jnp.inf, bound)
-    # The quotient must be finite also where it is not taken, for the derivative.
+    # For the derivative the quotient must be finite where it is not used, too.
     is_zero = bound == 0
     bound_ratio = size / jnp.where(is_zero, 1.0, bound)
     bound_ratio = jnp.where(is_zero & (size > 0), jnp.inf, bound_ratio)

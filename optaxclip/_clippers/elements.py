@@ -14,8 +14,8 @@ from .._devices import mesh, mesh_types
 from .._numbers import element_count
 from ..rules._memory import moving_average
 
-# float32[3]: the share of all elements that were clipped, in [0, 1]: in the last step,
-# over all steps, and over about the last 100. () where nothing is counted.
+# float32[3]: which share of all elements was clipped, in [0, 1], in the last step, over
+# all steps, and over about the last 100. () where nothing is counted.
 Shares = Array | tuple[()]
 
 
@@ -26,15 +26,19 @@ def no_elements_clipped() -> Array:
 
 # Jitted, since without jit each leaf would take several calls.
 @partial(jax.jit, static_argnums=0)
-def count_clipped(
+def shares_after(
     call: str, shares: Shares, step: Array, before_and_after: list[tuple[Any, Array]]
 ) -> Array:
-    """The shares after the update number `step`, from the shares before it.
-    `before_and_after` has each leaf as it came, and as it was clipped.
+    """The shares after an update, from the shares before it.
+
+    Args:
+      call: the function that made the clipper, for the error.
+      shares: those of the state.
+      step: the number of this update, counted from 1.
+      before_and_after: each leaf as it came, and as it was clipped.
 
     Raises:
-      ValueError: the state was made without a count. `call` is the function that made
-        the clipper.
+      ValueError: the state was made without a count.
     """
     if isinstance(shares, tuple):
         raise ValueError(
@@ -46,8 +50,7 @@ def count_clipped(
     # its own part.
     clipped_counts = []
     axes_of_counts = []
-    # Of all leaves, on all devices.
-    total_size = 0.0
+    total_size = 0.0  # of all leaves, on all devices
     for before, after in before_and_after:
         mesh_axes = tuple(sorted(mesh_types.varying(after)))
         local_size = element_count(after.shape, np.float32)

@@ -34,7 +34,7 @@ from .._norms.options import checked_options
 from .._state.interop import exported, is_placeholder
 from .._state.state import ClipState, spans_of_names
 from .._trees import PyTree, leaves_to_clip
-from ..rules._memory import has_reached, in_place
+from ..rules._memory import has_reached, in_buffer_of
 
 CALL = "record_health"
 SIGNS_OF_WEIGHTS = ("weight_norm", "rounding")
@@ -132,9 +132,9 @@ def record_health(
       >>> grads = jnp.array([3.0, 0.0, 4.0, 0.0])
       >>> weights = jnp.array([10.0, 0.0, 0.0, 0.0])
       >>> _, state = recorder.update(grads, recorder.init(weights), weights)
-      >>> found = optaxclip.metrics(state, floats=True)
+      >>> numbers = optaxclip.metrics(state, floats=True)
       >>> for name in ("ratio", "zeros"):
-      ...     print(name, round(found[f"health/{name}"], 2))
+      ...     print(name, round(numbers[f"health/{name}"], 2))
       ratio 0.5
       zeros 0.5
     """
@@ -264,7 +264,7 @@ def _after_step(
         share = jnp.mean(is_dead, dtype=jnp.float32)
         dead[name] = jnp.where(is_early, UNKNOWN, share)
     new_state = HealthState(state_after(norms), signs, idle, dead)
-    return jax.tree.map(in_place, new_state, state)
+    return jax.tree.map(in_buffer_of, new_state, state)
 
 
 def _norm_recorder(measure: TensorNorm) -> optax.GradientTransformationExtraArgs:
@@ -288,8 +288,8 @@ def _check_whole_embeddings(norms: Norms, names: Collection[str]) -> None:
 
 
 def _idle_steps(leaf: Array, steps: Array) -> Array:
-    """int32[rows]: steps since each row of an embedding had a gradient. `leaf` has the
-    gradients of this step, and `steps` the numbers before it.
+    """int32[rows]: steps since each row of an embedding had a gradient, from the
+    gradients of this step and the steps before it.
     """
     entry_axes = tuple(range(1, leaf.ndim))
     has_gradient = jnp.any(leaf != 0, entry_axes)
@@ -327,10 +327,12 @@ def _signs_of_values(measure: TensorNorm, tree: PyTree) -> dict[str, list[Array]
         return [jnp.square(norm) for norm in norms_of_masks.local_values()]
 
     root_mean_square = measure._replace(ord="rms")
-    zeros = squared_norms(root_mean_square, _is_zero)
-    subnormals = squared_norms(root_mean_square, _is_subnormal)
-    counts = [jnp.round(count) for count in squared_norms(measure, _is_nonfinite)]
-    return {"zeros": zeros, "subnormals": subnormals, "nonfinite": counts}
+    counts = squared_norms(measure, _is_nonfinite)
+    return {
+        "zeros": squared_norms(root_mean_square, _is_zero),
+        "subnormals": squared_norms(root_mean_square, _is_subnormal),
+        "nonfinite": [jnp.round(count) for count in counts],
+    }
 
 
 def _is_zero(x: Array) -> Array:
@@ -349,8 +351,8 @@ def _is_nonfinite(x: Array) -> Array:
 
 
 def _bits_of_absolutes(x: Array) -> Array:
-    """The bits of |x|, as integers. Floats would not do: a CPU takes subnormal ones for
-    0 when it compares them.
+    """The bits of |x|, as integers. A CPU that compares subnormal floats takes them for
+    0.
     """
     real = jnp.abs(x) if jnp.iscomplexobj(x) else x
     size = jnp.finfo(x.dtype).bits

@@ -21,17 +21,17 @@ from .._norms.options import checked_options
 from .._state.interop import exported
 from ..rules._averages import EmaBand, MomentsRatio, ZScore
 from ..rules._limits import Limit, minimum, rule_of
-from ..rules._memory import between, count_up, has_reached
+from ..rules._memory import count_up, exponential_average, has_reached
 from ..rules._rule import (
     LimitAndMemory,
     Number,
     Rule,
     Schedule,
-    at_step,
     checked_number,
     number_field,
-    rule_named,
-    warn_of_falling,
+    numbers_at_step,
+    rule_for_clipper,
+    warn_if_limits_fall,
 )
 from ..rules._windows import WindowedQuantile
 from ..shrinks import Shrink, normalize
@@ -115,7 +115,7 @@ def autoclip(
         )
     # A lambda would compile anew for each clipper that is built alike.
     share = Partial(_share_at, percentile) if callable(percentile) else percentile / 100
-    rule = rule_named(
+    rule = rule_for_clipper(
         call,
         WindowedQuantile,
         quantile=share,
@@ -200,7 +200,7 @@ def zclip(
     """
     call = "zclip"
     # Errors of the rule name zclip, which the user called, instead of z_score.
-    rule = rule_named(
+    rule = rule_for_clipper(
         call, ZScore, z=z, decay=decay, eps=eps, target=target, warmup=warmup
     )
     rule = _capped(rule, cap, call)
@@ -284,7 +284,7 @@ def adagc(
     """
     call = "adagc"
     rule = Adagc(ratio=ratio, decay=decay, max_norm=max_norm, warmup=warmup)
-    warn_of_falling(f"{call}: ratio", ratio)
+    warn_if_limits_fall(f"{call}: ratio", ratio)
     return _clipper_at(
         scope, rule, call, stacked=stacked, nonfinite=nonfinite, mesh_axes=mesh_axes
     )
@@ -319,7 +319,7 @@ class Adagc(Rule):
     def update(
         self, norm: Array, memory: AdaGCMemory, step: Array, total: Array
     ) -> LimitAndMemory:
-        ratio, decay, max_norm = at_step(
+        ratio, decay, max_norm = numbers_at_step(
             step, norm.dtype, self.ratio, self.decay, self.max_norm
         )
         seen, average = memory
@@ -338,7 +338,7 @@ class Adagc(Rule):
         limit = jnp.where(is_past_warmup, ratio * finite_average, early_limit)
         # h |g|: the spike itself never enters the average.
         clipped_norm = jnp.minimum(norm, limit)
-        later_average = between(finite_average, clipped_norm, decay)
+        later_average = exponential_average(finite_average, clipped_norm, decay)
         # During the warm-up the average is the smallest h |g| so far.
         early_average = jnp.minimum(average, clipped_norm)
         new_average = jnp.where(is_past_warmup, later_average, early_average)
@@ -430,7 +430,7 @@ def aggc(
     """
     call = "aggc"
     # The published low, 0.95, is above the published high, 0.6: the upper edge wins.
-    rule = rule_named(
+    rule = rule_for_clipper(
         call,
         EmaBand,
         low=low,
@@ -518,7 +518,7 @@ def adagn(
     GradientStabilizer.
     """
     call = "adagn"
-    rule = rule_named(call, MomentsRatio, decay1=decay1, decay2=decay2, eps=eps)
+    rule = rule_for_clipper(call, MomentsRatio, decay1=decay1, decay2=decay2, eps=eps)
     return _clipper_at(
         scope,
         rule,

@@ -36,7 +36,7 @@ from .._numbers import norm_dtype
 from .._state.interop import is_placeholder
 from .._state.state import ClipState
 from .._trees import PyTree, Shape, leaves_to_clip, put_back
-from ..rules._limits import Limit, rule_without_params
+from ..rules._limits import Limit, rule_of_norm_alone
 
 CALL = "qk_clip"
 Range = tuple[int | None, int | None]
@@ -166,7 +166,7 @@ def qk_clip(
     # With alpha above 1 the keys, which take factor^(1 - alpha), would grow.
     check_number(f"{CALL}: alpha", alpha, highest=1, is_scalar=True)
     # Logits have no norm of weights to be compared with.
-    rule_without_params(max_logit, f"{CALL}: max_logit")
+    rule_of_norm_alone(max_logit, f"{CALL}: max_logit")
     roles = {"queries": queries, "keys": keys}
     if rotary is not None:
         roles["rotary"] = rotary

@@ -20,7 +20,7 @@ from .._state.state import RecordState
 from .._trees import PyTree
 from .._wrappers.judge import Judge
 from .._wrappers.rows import RowNames, pack, row_property, unpack
-from ..rules._memory import count_up, in_place, moving_average
+from ..rules._memory import count_up, in_buffer_of, moving_average
 from ..rules._rule import Number
 from ..rules._windows import spike_rule
 
@@ -177,8 +177,8 @@ def record_spikes(
     judge = Judge(call, rule, rule, mesh_axes)
 
     def init(params: PyTree) -> SpikeState:
-        arrays = pack(SpikeState.ROWS, *judge.initial(params))
-        return judge.varying_if_alone(SpikeState(*arrays), params)
+        arrays = pack(SpikeState.ROWS, *judge.before_first_step(params))
+        return judge.varying_if_trained_alone(SpikeState(*arrays), params)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
@@ -198,6 +198,6 @@ def record_spikes(
                 state.spiked_recently, is_spike, step, RECENT_STEPS
             ),
         )
-        return updates, jax.tree.map(in_place, SpikeState(*arrays), state)
+        return updates, jax.tree.map(in_buffer_of, SpikeState(*arrays), state)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -64,8 +64,8 @@ def largest_singular_values(x: Array) -> Array:
         return power / divisor.astype(power.dtype)
 
     power = lax.fori_loop(0, SQUARINGS, square, lax.stop_gradient(gram))
-    # This mean of the squared singular values, in which the largest outweighs all
-    # others, is never above the largest.
+    # A weighted mean of the squared singular values. The largest outweighs all others,
+    # and no mean is above it.
     weighted = jnp.real(jnp.conj(power) * gram)
     mean = jnp.sum(weighted, axis=(-2, -1), keepdims=True)
     return root(mean)
@@ -84,12 +84,12 @@ def shrunk_by_products(
     bound = 1.001 * lax.stop_gradient(norm)
     if steps is None:
         steps = POLAR_STEPS[x.real.dtype.itemsize]
-    # Above 2^13 times the bound, 2^28 in float64, a limit shortens by less than the
-    # dtype shows. The square of a limit without bound would overflow.
+    # A limit above 2^13 times the bound, in float64 2^28 times, shortens by less than
+    # the dtype resolves. It is cut there, since its square must not overflow.
     digits = int(jnp.finfo(bound.dtype).nmant)
     largest_ratio = 2.0 ** (digits // 2 + 2)
     limit = jnp.minimum(limit, largest_ratio * bound)
-    # Of [cI; X].
+    # Above the singular values of [cI; X], which are sqrt(s^2 + c^2).
     joint_bound = jnp.sqrt(bound**2 + limit**2)
     # On an Explicit mesh that splits layers, [cI] must be split as X is.
     limit_eye = limit.astype(x.dtype) * _eye(x)
@@ -100,11 +100,11 @@ def shrunk_by_products(
     polar = _polar(joint, lowest, steps)
     z, b = jnp.split(polar, [x.shape[-1]], axis=-2)
     if is_hard:
-        b = matmul(b, _inverse_of_larger(z, steps))
+        b = matmul(b, _inverse_of_max(z, steps))
     return limit.astype(x.dtype) * b
 
 
-def _inverse_of_larger(z: Array, steps: int) -> Array:
+def _inverse_of_max(z: Array, steps: int) -> Array:
     """max(b, z)^-1 for Hermitian Z, where b^2 = 1 - z^2."""
     eye = _eye(z)
     square_of_z = matmul(z, adjoint(z))
@@ -113,8 +113,9 @@ def _inverse_of_larger(z: Array, steps: int) -> Array:
     absolute = matmul(difference, sign)
     square = 0.5 * (eye + absolute)
 
-    # The inverse root of a matrix with eigenvalues in [1/2, 1]. The error 1 - square
-    # y^2 is 1/2 for y = 1, then 0.22, 0.04, 1e-3, 1e-6, 1e-12, 1e-24.
+    # Newton's iteration for the inverse root of a matrix with eigenvalues in [1/2, 1].
+    # The error, 1 - square y^2, is at most 1/2 for y = 1, then 0.22, 0.04, 1e-3, 1e-6,
+    # 1e-12, 1e-24.
     def step(_: int, y: Array) -> Array:
         product = matmul(square, matmul(y, y))
         return 0.5 * matmul(y, 3 * eye - product)
@@ -123,22 +124,26 @@ def _inverse_of_larger(z: Array, steps: int) -> Array:
     first = 0.5 * (3 * eye - square)
     more_steps = 4 if z.real.dtype.itemsize == 4 else 5
     inverse = lax.fori_loop(0, more_steps, step, first)
-    # With too few polar steps `absolute` may be 0 where |1 - 2 z^2| is below the reach.
-    # `square` is then too small, at most by the factor 1 / (1 + reach).
+    # With few steps `_polar` does not turn eigenvalues of `difference` near 0 into 1 or
+    # -1. Then `square` is too small, by at most the factor 1 + _lowest_in_reach. The
+    # division by its root keeps the inverse from being too large.
     return inverse / math.sqrt(1 + _lowest_in_reach(steps))
 
 
 def _polar(x: Array, lowest: ArrayLike, steps: int) -> Array:
-    """Turns all singular values in [lowest, 1] into 1, by the iteration
-    x <- r x, then x <- x (3 - x^2) / 2. For a Hermitian matrix this is the sign.
+    """Turns all singular values in [lowest, 1] into 1. Of a Hermitian matrix this is
+    the sign.
+
+        x <- r x
+        x <- x (3 - x^2) / 2
 
     Singular values that are too small for so many steps come out below 1.
     """
 
     def step(_: int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         x, lowest = carry
-        # This r raises the lowest singular value most. For one near 0 it would send 1
-        # to 0, and 1 + eps below 0, so r is computed for 0.1 at least.
+        # This r raises the lowest singular value most. For a lowest value of 0 it would
+        # be sqrt(3), which sends 1 to 0 and 1 + eps below 0. So it is that for 0.1.
         low = jnp.maximum(lowest, 0.1)
         r = jnp.sqrt(3 / (1 + low + low**2))
         lowest = r * lowest
@@ -148,15 +153,17 @@ def _polar(x: Array, lowest: ArrayLike, steps: int) -> Array:
         factor = 0.5 * (3 * _eye(x) - gram)
         return matmul(x, factor), new_lowest
 
-    # Below this reach r would stay large up to the last step, and singular values near
-    # 1 would end anywhere.
+    # From a lower start r would stay large up to the last step, and singular values
+    # near 1 would not settle.
     lowest = jnp.maximum(lax.stop_gradient(lowest), _lowest_in_reach(steps))
     polar, _ = lax.fori_loop(0, steps, step, (x, lowest))
     return polar
 
 
 def _lowest_in_reach(steps: int) -> float:
-    """The lowest singular value that so many steps turn into 1, to 4 eps of float64."""
+    """The lowest singular value that so many steps of `_polar` turn into 1, to within
+    4 eps of float64.
+    """
     # A step multiplies small singular values by 2.466. The last four steps are for
     # those near 1.
     return min(1.0, 2.46 ** (4.1 - steps))

@@ -40,8 +40,8 @@ from .._state.interop import exported
 from .._trees import PyTree, arrays_of, leaves_to_clip, put_back
 from ..rules._averages import Ema
 from ..rules._memory import count_up, has_reached, new_where, root
-from ..rules._rule import Number, at_step, checked_number, rule_named
-from .elements import Shares, count_clipped, no_elements_clipped
+from ..rules._rule import Number, checked_number, numbers_at_step, rule_for_clipper
+from .elements import Shares, no_elements_clipped, shares_after
 
 
 @exported
@@ -79,9 +79,9 @@ def spam(
       threshold: the largest g_i^2 / v_i that is allowed. At least 0. A number or a
         schedule.
       decay: of the average, in [0, 1]. A number or a schedule.
-      warmup: after a reset this many updates pass unclipped, the one that resets
-        counted. At the start of training it is one fewer. Where v is 0, nothing is
-        clipped either. At least 0.
+      warmup: how many updates pass unclipped after a reset. The one that resets is the
+        first of them. At the start of training it is one fewer. Where v is 0, nothing
+        is clipped either. At least 0.
       every: the average starts anew before each update whose number, from 1, is a
         multiple of this, as in `reset_momentum`. None for never. A whole number above
         `warmup`.
@@ -114,7 +114,7 @@ def spam(
     warmup = checked_number(f"{call}: warmup", warmup, schedule=False)
     if every is not None:
         checks.check_whole_number(f"{call}: every", every)
-        # Otherwise each reset would come within the warm-up, and nothing be clipped.
+        # Otherwise a warm-up would last until the next reset, and nothing be clipped.
         checks.check_order(call, ("warmup + 1", warmup + 1), ("every", every))
     checks.check_flag(f"{call}: count", count)
 
@@ -141,17 +141,17 @@ def spam(
         check_fits_stored(call, tree, state.second_moment)
         step = state.step
         since_reset = _steps_since_reset(step, every)
+        # The step is traced, so a reset is a selection in every step.
+        zeros = jax.tree.map(jnp.zeros_like, state.second_moment)
+        moment = new_where(since_reset == 0, zeros, state.second_moment)
+        # Where a leaf is missing in this step, the tree has None.
+        map_leaves = partial(jax.tree.map, is_leaf=trees.is_none)
         cut_down = partial(
             _cut_down,
             step=step,
             threshold=threshold,
             is_past_warmup=has_reached(since_reset, warmup),
         )
-        # Where a leaf is missing in this step, the tree has None.
-        map_leaves = partial(jax.tree.map, is_leaf=trees.is_none)
-        # The step is traced, so a reset is a selection in every step.
-        zeros = jax.tree.map(jnp.zeros_like, state.second_moment)
-        moment = new_where(since_reset == 0, zeros, state.second_moment)
         clipped = map_leaves(cut_down, tree, moment)
         next_moment = partial(_next_moment, step=step, decay=decay)
         new_moment = map_leaves(next_moment, tree, clipped, moment)
@@ -160,7 +160,7 @@ def spam(
         if count:
             leaves = jax.tree.leaves(tree)
             before_and_after = list(zip(leaves, jax.tree.leaves(clipped)))
-            elements = count_clipped(call, elements, new_step, before_and_after)
+            elements = shares_after(call, elements, new_step, before_and_after)
         return put_back(clipped, updates), SpamState(new_step, new_moment, elements)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -195,11 +195,10 @@ def _cut_down(
     if x is None:
         return None
     wide = widened(x)
-    (threshold,) = at_step(step, moment.dtype, threshold)
+    (threshold,) = numbers_at_step(step, moment.dtype, threshold)
     # Where v is 0 nothing is usual yet. The public code makes such a coordinate 0.
     has_moment = moment > 0
-    # 1 where v is 0, since a threshold of inf times 0 would be NaN. `is_spike` is False
-    # there.
+    # Where v is 0 the 1 keeps a threshold of inf from making NaN. `is_spike` is False.
     root_of_moment = jnp.where(has_moment, root(moment), 1.0)
     # The roots are multiplied, since threshold * v overflows for gradients of 1e18.
     limit = root(threshold) * root_of_moment
@@ -207,8 +206,8 @@ def _cut_down(
     is_spike = (modulus > limit) & has_moment & is_past_warmup
     dtype = jnp.result_type(x)
     largest = float(jnp.finfo(dtype).max)
-    # The limit of an infinite coordinate may be beyond the dtype of the leaf. The 1
-    # stands where nothing is cut: the limit may be inf there, and inf * 0 is NaN.
+    # The limit of an infinite coordinate may be beyond the dtype of the leaf. Where
+    # nothing is cut the limit may be inf, and inf * 0 is NaN, so 1 takes its place.
     new_modulus = jnp.where(is_spike, jnp.minimum(limit, largest), 1.0)
     new_modulus = new_modulus.astype(modulus_dtype(wide))
     shortened = with_modulus(new_modulus, wide)
@@ -223,8 +222,8 @@ def _next_moment(
     """
     if x is None:
         return moment
-    (decay,) = at_step(step, moment.dtype, decay)
-    # An infinite coordinate was clipped to the limit. It leaves the average as it is.
+    (decay,) = numbers_at_step(step, moment.dtype, decay)
+    # An infinite coordinate leaves the average as it is, though it was clipped.
     is_finite = jnp.isfinite(widened(x))
     modulus = jnp.abs(widened(clipped)).astype(moment.dtype)
     modulus = jnp.where(is_finite, modulus, 0.0)
@@ -245,7 +244,7 @@ def adaclip(
     nonfinite: Nonfinite = "propagate",
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    """Shortens coordinates above the running average of max|g| of their tensor.
+    """Shortens coordinates above the running average of max|g|, their tensor's largest.
 
         T <- decay * T + (1 - decay) * max|g|      corrected for its start
         g_i <- g_i * T / max|g|                    where |g_i| > T
@@ -288,7 +287,7 @@ def adaclip(
     options = checked_options(call, ord=math.inf, stacked=stacked, mesh_axes=mesh_axes)
     # Order inf: the norm of a tensor is its largest coordinate, max|g|.
     measure = TensorNorm(**options)
-    rule = rule_named(call, Ema, decay=decay)
+    rule = rule_for_clipper(call, Ema, decay=decay)
     norm_clipper: Any = make_clipper(
         measure, rule, call=call, limit_argument="limit", nonfinite=nonfinite
     )
@@ -301,8 +300,8 @@ def adaclip(
         # `norm_clipper` takes these norms and measures nothing. A `grad_norm` that a
         # chain was given is not the largest coordinate.
         extra_args["grad_norm"] = norms
-        # It multiplies a whole tensor by T / max|g|. Coordinates up to T get back their
-        # own bits below.
+        # `norm_clipper` multiplies whole tensors by T / max|g|. `_scaled_over_limit`
+        # then gives coordinates up to T their own bits back.
         scaled, new_state = norm_clipper.update(tree, state, params, **extra_args)
         # Lists, since a user's class may check the shapes of what it is built from, and
         # norms have other shapes than its arrays.
@@ -331,8 +330,8 @@ def _local_limits(norms: Norms, state: PyTree) -> list[Array]:
 
 
 def _scaled_over_limit(x: Array, scaled: Array, norm: ArrayLike, limit: Array) -> Array:
-    """A tensor whose coordinates above the limit are scaled. A tensor whose norm is NaN
-    or inf stays as it was scaled: all NaN, or all 0.
+    """The tensor with `scaled` in place of its coordinates above the limit. If its norm
+    is NaN or inf, all are `scaled`, which is NaN or 0 then.
     """
     # The norm reads `jnp.abs(x)`. If this line read it too, XLA on a CPU would write it
     # to memory, instead of computing it twice.
@@ -408,8 +407,8 @@ def reset_momentum(
     ) -> Any:
         check_state(call, state, ResetState)
         since_reset = _steps_since_reset(state.step, every)
-        # `init` runs in every step, since a reset is a selection. Some optimizers keep
-        # a copy of the weights in their state, so it gets them.
+        # `init` runs in every step, since a reset is a selection. It gets the weights,
+        # of which the state of some optimizers holds a copy.
         weights = updates if params is None else arrays_of(params)
         first_state = optimizer.init(weights)
         inner_state = new_where(since_reset == 0, first_state, state.inner_state)

@@ -94,15 +94,15 @@ def clip_by_spectral_norm(
 
     The result is computed in float32 (float64 for 64-bit leaves) and rounded once to
     the leaf's dtype. This rounding may move it by eps / 2 of that dtype times its
-    Frobenius norm. The largest errors that were measured in float32, as spectral norms
-    divided by the limit, over spectra with gaps, ties and even spacing up to
-    256 x 1024, with the default of 24 steps:
+    Frobenius norm. These are the largest errors measured in float32 with the default
+    of 24 steps, for matrices up to 256 x 1024 whose singular values have gaps, ties or
+    even spacing. Each is the spectral norm of the error, divided by the limit:
 
         s_max / limit              10       1e3      1e4      1e6
         "svd"                      1e-5     2e-3     2e-2     1
         "newton_schulz"            4e-6     2e-4     2e-3     0.2
 
-    The spectral norm of the result was at most limit * (1 + 3e-6) for all of these.
+    For all of these the spectral norm of the result was at most limit * (1 + 3e-6).
     Errors grow as eps * s_max, as in every decomposition in float32. The error
     of "svd" is LAPACK's, 16 eps of the largest singular value.
 
@@ -189,12 +189,13 @@ def clip_by_spectral_norm(
         tree = leaves_to_clip(updates, call)
         # A norm that the chain was given is not a spectral norm, and may be smaller.
         extra_args.pop("grad_norm", None)
-        # `norm_clipper` finds norms and limits, counts, and multiplies each leaf by one
-        # factor. Vectors, zeros, broken steps, and limits of 0 and inf need no more.
+        # `norm_clipper` computes norms and limits, counts, and multiplies each leaf by
+        # one factor. That is all for vectors, zeros, broken norms, and limits of 0 or
+        # inf. `_shrunk_tree` replaces the other leaves.
         rescaled, new_state = norm_clipper.update(tree, state, params, **extra_args)
         if max_norm is None and extra_args.get("limit") is None:
             return updates, new_state
-        clipped = _with_shrunk_values(measure, shrink, steps, tree, rescaled, new_state)
+        clipped = _shrunk_tree(measure, shrink, steps, tree, rescaled, new_state)
         return put_back(clipped, updates), new_state
 
     return optax.GradientTransformationExtraArgs(norm_clipper.init, update)
@@ -202,7 +203,7 @@ def clip_by_spectral_norm(
 
 # Jitted at module level, so that clippers with equal settings share a program.
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _with_shrunk_values(
+def _shrunk_tree(
     measure: SpectralNorm,
     shrink: Shrink,
     steps: int | None,
@@ -210,16 +211,21 @@ def _with_shrunk_values(
     rescaled: Any,
     state: ClipState,
 ) -> Any:
-    """The tree with shrunk singular values. `rescaled` is the tree with each leaf
-    multiplied by one factor, and `state` has the norms and limits of this step.
+    """The tree with shrunk singular values.
+
+    Args:
+      measure, shrink, steps: the settings of the clipper.
+      tree: the gradients.
+      rescaled: the tree with each leaf multiplied by one factor.
+      state: the state after this step, with its norms and limits.
     """
     gradients = jax.tree.leaves(tree)
     rescaled_leaves, treedef = jax.tree.flatten(rescaled)
     results = list(rescaled_leaves)
     entry_by_name = state.by_name()
     names = trees.unique_names(trees.leaf_paths(tree))
-    for matrix_shape, indices in measure.indices_by_shape(tree).items():
-        matrices = matrix_shape.stack(gradients, indices)
+    for layout, indices in measure.indices_by_layout(tree).items():
+        matrices = layout.stack(gradients, indices)
         # Norms and limits of this step, [leaves, *layers, 1, 1].
         entries = [entry_by_name[names[index]] for index in indices]
         shape = *matrices.shape[:-2], 1, 1
@@ -236,22 +242,21 @@ def _with_shrunk_values(
         norms = jnp.where(is_shrunk, norms, 1.0)
         limits = jnp.where(is_shrunk, limits, 1.0)
         shrunk = _shrunk_matrices(measure, shrink, steps, matrices, norms, limits)
-        rescaled_matrices = matrix_shape.stack(rescaled_leaves, indices)
+        rescaled_matrices = layout.stack(rescaled_leaves, indices)
         clipped = jnp.where(is_shrunk, shrunk, rescaled_matrices)
         for index, matrices_of_leaf in zip(indices, clipped):
-            results[index] = matrix_shape.unstack(
+            results[index] = layout.unstack(
                 matrices_of_leaf, like=rescaled_leaves[index]
             )
     return treedef.unflatten(results)
 
 
 def _matrix_of_distinct_values(matrices: Array) -> Array:
-    """A matrix of norm 1 and of the shape of these, [1, ..., rows, columns], whose
-    singular values differ.
+    """A matrix [1, ..., rows, columns] of norm 1 whose singular values differ.
 
-    It takes the place of matrices that are not shrunk. The derivative of a
-    decomposition is NaN for equal singular values, such as those of zeros, and
-    `jnp.where` passes a NaN on, also from the branch that it does not take.
+    It takes the place of matrices that are not shrunk. A decomposition has the
+    derivative NaN where singular values are equal, as those of zeros are, and
+    `jnp.where` passes on the NaN of a branch that it does not take.
     """
     rows, columns = matrices.shape[-2:]
     values = jnp.arange(columns, 0, -1)[None, :] / columns
@@ -371,19 +376,19 @@ class SpectralNorm(NamedTuple):
     @partial(jax.jit, static_argnums=0)
     def __call__(self, tree: PyTree) -> Norms:
         leaves = jax.tree.leaves(tree)
-        # Vectors keep their L2 norm, which is their spectral norm. Devices may hold
-        # different layers, whose norms are not joined.
+        # Vectors keep their L2 norm, which is their spectral norm. Leaves with layers
+        # have None: devices may hold different layers, whose norms are not summed.
         mesh_axes = [None if axes else "auto" for axes in self.layer_axes(tree)]
-        mesh_axes_of_leaves = Prefix(tuple(zip(trees.leaf_paths(tree), mesh_axes)))
+        mesh_axes_by_path = Prefix(tuple(zip(trees.leaf_paths(tree), mesh_axes)))
         l2_measure = TensorNorm(
-            self.call, stacked=self.stacked, mesh_axes=mesh_axes_of_leaves
+            self.call, stacked=self.stacked, mesh_axes=mesh_axes_by_path
         )
         l2_norms = l2_measure(tree)
         norms = l2_norms.local_values()
-        for matrix_shape, indices in self.indices_by_shape(tree).items():
-            matrices = matrix_shape.stack(leaves, indices)
-            # The spectral norm is not known yet. The largest modulus is below it by at
-            # most a factor of sqrt(rows * columns), so no square overflows.
+        for layout, indices in self.indices_by_layout(tree).items():
+            matrices = layout.stack(leaves, indices)
+            # The largest modulus stands for the spectral norm, which is not known yet
+            # and at most sqrt(rows * columns) times as large. So no square overflows.
             moduli = jnp.abs(matrices)
             largest_moduli = jnp.max(moduli, (-2, -1), keepdims=True)
             quotients, divisors = _divided_by_power_of_2(matrices, largest_moduli)
@@ -410,14 +415,14 @@ class SpectralNorm(NamedTuple):
         shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
         return stacked_axes(self.stacked, tree, self.call, shapes)
 
-    def indices_by_shape(self, tree: PyTree) -> dict[MatrixShape, list[int]]:
-        """The indices of the leaves that are matrices, by their shape."""
+    def indices_by_layout(self, tree: PyTree) -> dict[MatrixLayout, list[int]]:
+        """The indices of the leaves that are matrices, by how they are read as such."""
         columns = for_each_leaf(self.columns, tree, f"{self.call}: columns")
-        layers_of_leaves = self.layer_axes(tree)
-        indices_by_shape: dict[MatrixShape, list[int]] = {}
+        layer_axes_of_leaves = self.layer_axes(tree)
+        indices_by_layout: dict[MatrixLayout, list[int]] = {}
         for index, (path, leaf) in enumerate(jax.tree.leaves_with_path(tree)):
             shape = jnp.shape(leaf)
-            layer_axes = layers_of_leaves[index]
+            layer_axes = layer_axes_of_leaves[index]
             matrix_axes = other_axes(layer_axes, len(shape))
             if len(matrix_axes) < 2:
                 continue
@@ -429,20 +434,20 @@ class SpectralNorm(NamedTuple):
             column_count = math.prod(sizes[-column_rank:])
             # A matrix of one row or one column is a vector.
             if min(row_count, column_count) > 1:
-                matrix_shape = MatrixShape(
+                layout = MatrixLayout(
                     leaf_type=jax.typeof(leaf),
                     layer_axes=layer_axes,
                     row_count=row_count,
                     column_count=column_count,
                 )
-                indices_by_shape.setdefault(matrix_shape, []).append(index)
-        return indices_by_shape
+                indices_by_layout.setdefault(layout, []).append(index)
+        return indices_by_layout
 
     def _check_columns(
         self, column_rank: Any, rank: int, path: KeyPath, shape: tuple[int, ...]
     ) -> None:
-        """Raises unless a leaf has so many axes of columns, and one of rows. `rank`
-        counts its axes without those of layers.
+        """Raises unless a leaf has `column_rank` axes of columns, and at least one of
+        rows. `rank` is the number of its axes without those of layers.
         """
         check_no_bool(f"{self.call}: columns", column_rank)
         is_whole = isinstance(column_rank, (int, np.integer))
@@ -454,7 +459,7 @@ class SpectralNorm(NamedTuple):
             )
 
 
-class MatrixShape(NamedTuple):
+class MatrixLayout(NamedTuple):
     """How leaves of one type are read as matrices."""
 
     leaf_type: ShapedArray
@@ -493,19 +498,19 @@ class MatrixShape(NamedTuple):
 
 
 def _divided_by_power_of_2(matrices: Array, norms: Array) -> tuple[Array, Array]:
-    """(quotients, divisors): the matrices, each divided by a power of 2 near its norm,
-    and these powers. So the squares of quotients do not overflow. Matrices whose norm
-    is NaN or inf become zeros.
+    """(quotients, divisors): the matrices divided by powers of 2 near their norms, and
+    these powers. Squares of the quotients do not overflow. Matrices whose norm is NaN
+    or inf become zeros.
     """
     norms = lax.stop_gradient(norms).astype(matrices.real.dtype)
     is_finite = jnp.isfinite(norms)
     norms = jnp.where(is_finite & (norms > 0), norms, 1.0)
     info = jnp.finfo(norms.dtype)
-    # A number rounded to no bits of mantissa is a power of 2, by which a division
-    # rounds nothing. `exp2` is not used: on a CPU it is off by 3e-6.
+    # A number rounded to no bits of mantissa is a power of 2, and division by it is
+    # exact. `exp2` is off by 3e-6 on a CPU.
     powers = lax.reduce_precision(norms, int(info.nexp), 0)
-    # Divisors end at 2^125 in float32: XLA multiplies by the reciprocal, which above
-    # 2^126 is flushed to 0.
+    # Divisors end at 2^125 in float32. XLA multiplies by the reciprocal, and that of a
+    # divisor above 2^126 is flushed to 0.
     largest = 2.0 ** (int(info.maxexp) - 3)
     divisors = jnp.clip(powers, 1 / largest, largest)
     quotients = matrices / divisors.astype(matrices.dtype)

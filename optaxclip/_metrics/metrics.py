@@ -51,7 +51,7 @@ def metrics(
         norms are left out, and inf counts as the largest number of the dtype. In
         `only` they are "norm_quantile".
       floats: whether to return Python floats, NaN and inf included. Only outside jit.
-      json: the same with None in the place of NaN and inf, which JSON does not have.
+      json: likewise, with None instead of NaN and inf, which JSON does not have.
 
     Returns:
       A flat dict of float32 scalars (float64 for norms of 64 bits), or of floats:
@@ -127,8 +127,8 @@ def metrics(
         health/zeros, health/subnormals, health/nonfinite, health/dead_rows
 
       A clipper with one norm for each tensor or group adds the path:
-      `clip/norm_before/blocks/w`. Of stacked layers the one furthest over its limit is
-      shown, and the share is the mean over all, or with `layers` all of them.
+      `clip/norm_before/blocks/w`. A stacked leaf has one row: the layer furthest over
+      its limit, with the mean share of all layers. With `layers` each layer has a row.
 
       The first clipper of a chain is `clip`, a second one `clip_2`. A name of your own
       comes from `optax.named_chain(("inner", clipper), ...)`: `clip/inner/norm_before`.
@@ -152,7 +152,6 @@ def metrics(
     """
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(opt_state))
     if is_traced and (floats or json or top is not None):
-        # The error of JAX would not say what to do.
         raise TypeError(
             "metrics: floats, json and top must be left out under jit, where numbers "
             "are not known yet: return the state, and call metrics outside, or leave "
@@ -163,7 +162,7 @@ def metrics(
     levels = np.atleast_1d(quantiles)
     for level in levels.tolist():
         check_number("metrics: quantiles", level, highest=1.0)
-    # A string is a collection as well, of its letters.
+    # `metric in "norm_before"` would find "norm" too.
     wanted = [only] if isinstance(only, str) else only
     options = Options(
         summary=summary,

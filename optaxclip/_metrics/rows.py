@@ -1,16 +1,14 @@
 """The numbers of one state, as rows of the report of `metrics`.
 
-Each number is a `ReportRow`. (The rows of a state are other things: arrays with an
-entry for each norm.) Most states have one number of each metric. The state of a clipper
-has an entry for each norm, and the report shows a span of entries together: a tensor,
-all layers of a stacked leaf, or all entries. A row of a span shows:
+Each number is a `ReportRow`. Most states have one number of each metric. The state of a
+clipper has an entry for each norm, and the report shows a span of entries together: a
+tensor, all layers of a stacked leaf, or all entries. A row of a span shows:
 
-    norm_before, limit, factor, norm_after, clipped    those of the furthest entry
+    norm_before, limit, factor, norm_after, clipped    those of the worst entry
     shares                                             the mean over the span
     counts                                             the largest
 
-The furthest entry is the one furthest above its limit. The metrics call it the worst:
-`worst_name`, `worst_ratio`.
+The worst entry is the one furthest above its limit.
 """
 
 import itertools
@@ -53,8 +51,8 @@ class WorstName(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The options of `metrics` that say which numbers are reported. All functions of
-    rows take them, used or not, so that one table can hold these functions.
+    """The options of `metrics` that say which numbers are reported. Each function in
+    the table of states.py takes them, used or not.
     """
 
     summary: bool
@@ -65,8 +63,8 @@ class Options(NamedTuple):
     with_names: bool
 
 
-def _rows_of(numbers: Mapping[str, Any]) -> Iterator[ReportRow]:
-    """The rows of numbers that are shown without a path, by their metrics."""
+def _rows_without_path(numbers: Mapping[str, Any]) -> Iterator[ReportRow]:
+    """Rows for numbers that are shown without a path, from a dict by metric."""
     return (ReportRow(metric, "", value) for metric, value in numbers.items())
 
 
@@ -81,7 +79,7 @@ def element_rows(
     if isinstance(state.elements, tuple):
         return iter(())
     share, mean, recent = state.elements
-    return _rows_of(
+    return _rows_without_path(
         {
             "elements_clipped": share,
             "elements_clipped_mean": mean,
@@ -92,13 +90,13 @@ def element_rows(
 
 def skip_rows(state: SkipState, options: Options) -> Iterator[ReportRow]:
     """The rows of an optimizer that skips steps."""
-    return _rows_of(
+    return _rows_without_path(
         {
             "norm": state.norm,
             "limit": state.limit,
             "loss": state.loss,
             "loss_limit": state.loss_limit,
-            # The metric is of the last step, while state.skipped counts steps.
+            # Whether the last step was skipped. `state.skipped` counts steps.
             "skipped": _float32(state.consecutive > 0),
             "skipped_share": _float32(state.skipped) / _steps(state),
             "skipped_share_recent": _float32(state.skipped_recently),
@@ -111,7 +109,7 @@ def skip_rows(state: SkipState, options: Options) -> Iterator[ReportRow]:
 
 def spike_rows(state: SpikeState, options: Options) -> Iterator[ReportRow]:
     """The rows of `record_spikes`."""
-    return _rows_of(
+    return _rows_without_path(
         {
             "norm": state.norm,
             "limit": state.limit,
@@ -119,7 +117,7 @@ def spike_rows(state: SpikeState, options: Options) -> Iterator[ReportRow]:
             "loss_limit": state.loss_limit,
             "spiked": _float32(state.spiked),
             "spiked_count": _float32(state.spikes),
-            # The share of steps that are spikes is called the spike score.
+            # OLMo-core calls the share of spikes the spike score.
             "score": _float32(state.spikes) / _steps(state),
             "score_recent": _float32(state.spiked_recently),
         }
@@ -182,7 +180,7 @@ def clip_rows(state: ClipState, options: Options) -> Iterator[ReportRow]:
     spans = tuple(span_of_name.values())
     if options.summary:
         summary = _summary(spans, state)
-        yield from _rows_of(_reported(summary, state))
+        yield from _rows_without_path(_reported(summary, state))
         if options.with_names:
             yield ReportRow("worst_name", "", WorstName(names, summary.worst_index))
         return
@@ -192,7 +190,7 @@ def clip_rows(state: ClipState, options: Options) -> Iterator[ReportRow]:
     values_of_metric = {metric: list(vector) for metric, vector in vectors.items()}
     span_indices = range(len(spans))
     if options.top is not None:
-        span_indices = _furthest_spans(spans, state)[: int(options.top)]
+        span_indices = _spans_worst_first(spans, state)[: int(options.top)]
     for index in span_indices:
         for metric, values in values_of_metric.items():
             yield ReportRow(metric, names[index], values[index])
@@ -211,11 +209,12 @@ def _quantile_rows(state: ClipState, levels: np.ndarray) -> Iterator[ReportRow]:
         yield ReportRow("norm_quantile", str(level).removesuffix(".0"), quantile)
 
 
-def _furthest_spans(spans: Spans, state: ClipState) -> np.ndarray:
+def _spans_worst_first(spans: Spans, state: ClipState) -> np.ndarray:
     """The indices of all spans, beginning with the one furthest above its limit."""
     severities = np.ravel(severity(state.norm, state.limit))
     largest_of_span = np.maximum.reduceat(severities, [span.start for span in spans])
-    # NaN comes first, as `argmax` has it in a summary. The last key counts most.
+    # NaN comes first, as `argmax` has it in a summary. `lexsort` sorts by its last key
+    # first.
     return np.lexsort((-largest_of_span, ~np.isnan(largest_of_span)))
 
 
@@ -225,18 +224,18 @@ def _numbers_of_entries(state: ClipState) -> ClipNumbers:
     has_units = bool(state.names.unit_leaves)
     is_changed = state.units_clipped > 0 if has_units else state.factor != 1
     # A broken step was not clipped. With nonfinite="propagate" its factor is NaN. With
-    # "zero" it is 0, like the factor of a norm that `drop` clips. So with "zero" a step
-    # that is broken only because a shrink of the user's returned NaN counts as clipped.
+    # "zero" it is 0, as that of a norm that `drop` clips. So if only a shrink of the
+    # user's returned NaN, the step counts as clipped with "zero".
     is_sound = are_sound(state.norm, state.limit) & jnp.isfinite(state.factor)
     is_clipped = is_changed & is_sound
     clipped_count = _float32(state.clipped)
-    # The factor new_norm / norm is cut to the range of its dtype. Where it was cut,
-    # norm * factor is not the new norm. The limit is, unless a shrink of the user's
-    # goes elsewhere: the state does not tell.
+    # The factor new_norm / norm is cut to the range of its dtype, and norm * factor is
+    # then not the new norm. The state does not have that norm. It is the limit, except
+    # with some shrinks of users.
     factor = state.factor
     factor_range = jnp.finfo(factor.dtype)
     is_cut = (factor == factor_range.tiny) | (factor == factor_range.max)
-    # A factor of 0 makes norms of inf and NaN 0 too. Their product with 0 is NaN.
+    # Updates with a factor of 0 became 0, whatever their norm. 0 * inf is NaN.
     product = jnp.where(factor == 0, 0.0, state.norm * factor)
     numbers = ClipNumbers(
         norm_before=state.norm,
@@ -257,14 +256,12 @@ def _numbers_of_entries(state: ClipState) -> ClipNumbers:
 def _numbers_of_span(
     span: Span, entries: ClipNumbers, severities: Array
 ) -> ClipNumbers:
-    """The numbers of one span, scalars, from the numbers and severities of all
-    entries.
-    """
+    """The numbers of one span, which are scalars, from those of all entries."""
     if span.size == 1:
         return entries_at(entries, span.start)
     entries_of_span = entries_at(entries, slice(*span))
-    furthest = jnp.argmax(severities[slice(*span)])
-    return entries_at(entries_of_span, furthest)._replace(
+    worst = jnp.argmax(severities[slice(*span)])
+    return entries_at(entries_of_span, worst)._replace(
         clipped_share=jnp.mean(entries_of_span.clipped_share),
         clipped_share_recent=jnp.mean(entries_of_span.clipped_share_recent),
         clipped_count=jnp.max(entries_of_span.clipped_count),
@@ -295,15 +292,15 @@ def _summary(spans: Spans, state: ClipState) -> ClipNumbers:
     numbers = _numbers_of_span(Span(0, len(severities)), entries, severities)
     # The index of the span of each entry: spans of 2 and 1 entries are [0, 0, 1].
     span_of_entry = np.repeat(range(len(spans)), [span.size for span in spans])
-    furthest = jnp.argmax(severities)
+    worst = jnp.argmax(severities)
     # A norm of 0 over a limit of 0 is 0, and over a limit of NaN it is NaN.
     is_zero = (numbers.norm_before == 0) & ~jnp.isnan(numbers.limit)
     ratio = jnp.where(is_zero, 0.0, numbers.norm_before / numbers.limit)
     return numbers._replace(
-        # Without units `units_clipped` holds whether each norm was clipped.
+        # Without units `units_clipped` is `clipped`, so this is the mean of `clipped`.
         norms_clipped=numbers.units_clipped,
         worst_ratio=ratio,
-        worst_index=_float32(jnp.asarray(span_of_entry)[furthest]),
+        worst_index=_float32(jnp.asarray(span_of_entry)[worst]),
     )
 
 

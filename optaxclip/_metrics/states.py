@@ -26,23 +26,23 @@ from .rows import (
 )
 
 
-class Kind(NamedTuple):
-    """How a state of one type is reported."""
+class StateReport(NamedTuple):
+    """How states of one type are reported."""
 
-    word: str  # the first of its keys: "clip"
-    rows: Callable[[Any, Options], Iterator[ReportRow]]
+    first_word: str  # of their keys: "clip"
+    rows_of: Callable[[Any, Options], Iterator[ReportRow]]
 
 
-KIND_OF_TYPE = {
-    ClipState: Kind("clip", clip_rows),
-    RecordState: Kind("record", clip_rows),
-    ClipByValueState: Kind("clip", element_rows),
-    SpamState: Kind("clip", element_rows),
-    SkipState: Kind("skip", skip_rows),
-    SpikeState: Kind("spike", spike_rows),
-    HealthState: Kind("health", health_rows),
+REPORT_OF_TYPE = {
+    ClipState: StateReport("clip", clip_rows),
+    RecordState: StateReport("record", clip_rows),
+    ClipByValueState: StateReport("clip", element_rows),
+    SpamState: StateReport("clip", element_rows),
+    SkipState: StateReport("skip", skip_rows),
+    SpikeState: StateReport("spike", spike_rows),
+    HealthState: StateReport("health", health_rows),
 }
-Keys = tuple[Any, ...]  # of the mappings on the way to a state
+Scope = tuple[Any, ...]  # the keys of the mappings on the way to a state
 
 
 def reported_rows(
@@ -67,35 +67,36 @@ def reported_rows(
     for scope, state in states:
         mapped = "jax.vmap(optaxclip.metrics)(opt_state)"
         check_one_model("metrics: opt_state", state, mapped)
-        word, rows = KIND_OF_TYPE[type(state)]
+        first_word, rows_of = REPORT_OF_TYPE[type(state)]
         # A clipper named "clip" has keys "clip/...", not "clip/clip/...".
-        path = "/".join(str(name) for name in scope if name != word)
+        path = "/".join(str(name) for name in scope if name != first_word)
         # "clip/a" and "clip/b" are counted separately: neither becomes "clip_2".
-        counts[word, path] += 1
-        count = counts[word, path]
+        counts[first_word, path] += 1
+        count = counts[first_word, path]
         # The first keeps its name when a second one is added.
-        prefix = word if count == 1 else f"{word}_{count}"
+        prefix = first_word if count == 1 else f"{first_word}_{count}"
         if path:
             prefix = f"{prefix}/{path}"
-        for row in rows(state, options):
+        for row in rows_of(state, options):
             yield prefix, row
 
 
-def _states_in(tree: PyTree, scope: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """The scope and the state, for each reported state of a tree.
-
-    `scope` is the scope of the tree itself. The scope of each state begins with it.
+def _states_in(tree: PyTree, scope: Scope = ()) -> Iterator[tuple[Scope, Any]]:
+    """The scope and the state, for each reported state of a tree. `scope` is that of
+    the tree.
     """
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: type(x) in KIND_OF_TYPE)
+    leaves = jax.tree.leaves_with_path(
+        tree, is_leaf=lambda x: type(x) in REPORT_OF_TYPE
+    )
     for path, leaf in leaves:
-        if type(leaf) not in KIND_OF_TYPE:
+        if type(leaf) not in REPORT_OF_TYPE:
             continue
-        # Only a key of a mapping is a name. A field such as `inner_states`, and a place
-        # in a tuple, are not: they have keys of other types.
+        # Keys of mappings are names. Fields, such as `inner_states`, and places in
+        # tuples are not.
         names = [key.key for key in path if isinstance(key, DictKey)]
         scope_of_state = (*scope, *names)
         yield scope_of_state, leaf
-        # A `SkipState` holds a whole optimizer. The `ClipState` in a `HealthState` is
-        # reported with it, and not by itself.
+        # A `SkipState` holds a whole optimizer, whose states are reported too. The
+        # `ClipState` in a `HealthState` is not, since `health_rows` reads it.
         if isinstance(leaf, SkipState):
             yield from _states_in(leaf.inner_state, scope_of_state)

@@ -27,7 +27,7 @@ from .._arguments.checks import Nonfinite, shown, with_extra_args
 from .._norm_clipper import make_clipper
 from .._norms.norms import GlobalNorm
 from .._trees import PyTree
-from ..rules._limits import Limit, rule_without_params
+from ..rules._limits import Limit, rule_of_norm_alone
 from .trainer import ReleaseState, Trainer
 
 __all__ = ["ReleaseState", "Trainer", "release"]
@@ -133,7 +133,7 @@ def release(
         raise TypeError(f"release: loss must be a function, got {shown(loss)}.")
     if passes not in (1, 2):
         raise ValueError(f"release: passes must be 1 or 2, got {shown(passes)}.")
-    rule = rule_without_params(max_norm, "release: max_norm")
+    rule = rule_of_norm_alone(max_norm, "release: max_norm")
     measure = GlobalNorm("release")
     return Trainer(
         loss,

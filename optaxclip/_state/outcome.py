@@ -18,7 +18,7 @@ from jax import Array, lax
 from .._devices import mesh, mesh_types
 from .._devices.platforms import materialized_on_gpu
 from .._trees import PyTree
-from ..rules._memory import count_up, in_place, moving_average
+from ..rules._memory import count_up, in_buffer_of, moving_average
 from . import blocks
 from .blocks import Block
 from .state import (
@@ -95,9 +95,9 @@ def next_state(
     )
     return state._replace(
         names=new_state.names,
-        counts=in_place(new_state.counts, state.counts),
-        numbers=in_place(new_state.numbers, state.numbers),
-        windows=jax.tree.map(in_place, new_state.windows, state.windows),
+        counts=in_buffer_of(new_state.counts, state.counts),
+        numbers=in_buffer_of(new_state.numbers, state.numbers),
+        windows=jax.tree.map(in_buffer_of, new_state.windows, state.windows),
     )
 
 

@@ -51,8 +51,8 @@ def constrain(
     Where W is far beyond its limit, as in a first step, the rounding of the update is
     corrected, towards 0 only. So an upper bound of the size is kept, and so is a bound
     of 0. A bound away from 0, such as the lower one of `clip_by_value(1.0, 0.3)`, may
-    be missed by one rounding. An update with fewer bits than W may leave the weight
-    beyond its limit.
+    be missed by one rounding. If the update's dtype has fewer bits than the weight's,
+    the weight may stay beyond its limit.
 
     Args:
       clipper: any clipper, or another transformation that maps a tree to one that is
@@ -63,8 +63,8 @@ def constrain(
       A transformation with the state of the clipper, which has the norms of the moved
       weights. `update` needs params, and passes extra arguments on, but for `grad_norm`
       and `limit`, which are about gradients. Where a clipper with nonfinite="zero"
-      clears a broken step, the weights stay as they are. In such a step any weight
-      that the clipper would bring to 0 stays, also in sound leaves.
+      clears a broken step, the weights stay as they are. In such a step weights of
+      sound leaves that the clipper brings to 0 stay too.
 
     Raises:
       ValueError: `update` without params.
@@ -101,6 +101,7 @@ def constrain(
         if not old_counts:
             # A state of None, as for a clipper of optax, begins anew.
             old_counts = [jnp.zeros_like(count) for count in new_counts]
+        # Where a count rose, this step broke the norm.
         broken_norms = [new != old for new, old in zip(new_counts, old_counts)]
         update_to_clipped = partial(_update_to_clipped, broken_norms)
         changes = jax.tree.map(
@@ -112,9 +113,9 @@ def constrain(
 
 
 def _counts_of_broken_steps(state: PyTree) -> list[Array]:
-    """For each clipper in a state: how many steps broke each of its norms. A step
-    breaks a norm that is not finite, whose limit is NaN, or for which the shrink
-    returns no norm.
+    """For each clipper in a state: in how many steps each of its norms was broken. A
+    norm is broken if it is not finite, if its limit is NaN, or if the shrink returns no
+    norm for it.
     """
     return [clip_state.nonfinite for clip_state in clip_states(state)]
 
@@ -128,8 +129,7 @@ def _moved_weight(weight: Array, update: Array) -> Array:
     return weight.astype(wide) + update.astype(wide)
 
 
-# Where the user does not call jit, one program for a leaf instead of dozens of
-# operations.
+# Where the user does not call jit, this is one program for a leaf instead of dozens.
 @jax.jit
 def _update_to_clipped(
     broken_norms: list[Array],
@@ -145,8 +145,8 @@ def _update_to_clipped(
         _real_update_to_clipped     elsewhere
 
     Args:
-      broken_norms: for each clipper a bool array: whether this step broke each of its
-        norms.
+      broken_norms: for each clipper a bool array: which of its norms were broken in
+        this step.
       update, weight: a leaf of the updates, and its weights.
       moved: the weights after the update as it came.
       clipped: what the clipper made of `moved`.
@@ -169,8 +169,7 @@ def _update_to_clipped(
     # new weights, so the weights stay. Which leaves share a norm is not known here: one
     # broken norm counts for every leaf.
     for is_broken in broken_norms:
-        # In shard_map an array that differs over more mesh axes than the update would
-        # make it differ over them too.
+        # In shard_map the update must not come to differ over further mesh axes.
         if varying(is_broken) <= varying(update):
             is_cleared = (clipped == 0) & jnp.any(is_broken)
             change = jnp.where(is_cleared, jnp.zeros_like(change), change)
@@ -203,14 +202,15 @@ def _real_update_to_clipped(
     # 1 or -1: the side of the goal where weights are beyond the limit.
     outward = jnp.sign(moved)
     is_beyond = (arrived - goal) * outward > 0
-    # eps * |change| is between one ulp and two, so rounding makes one of 0.75 of it.
-    # Small changes of float16 are subnormal numbers, which all have the same ulp.
+    # eps * |change| is between one ulp and two. So 0.75 of it is between 0.75 and 1.5,
+    # and the rounding makes it one ulp. Small changes of float16 are subnormal numbers,
+    # which all have the same ulp.
     info = jnp.finfo(update.dtype)
     least_ulp = float(info.smallest_subnormal)
     one_to_two_ulps = jnp.maximum(float(info.eps) * jnp.abs(change), least_ulp)
     inward_change = in_update_dtype(change - outward * (0.75 * one_to_two_ulps))
-    # Near 0 the step inward may cross 0, and end further from it than before. It is
-    # then taken only if the goal is 0: no weight may stay beyond a bound of 0.
+    # Near 0 the step inward may cross 0 and end further from it than before. Then it is
+    # taken only if the goal is 0, since no weight may stay beyond a bound of 0.
     arrived_inward = _rounded(start + inward_change, weight.dtype)
     is_nearer_0 = jnp.abs(arrived_inward) <= jnp.abs(arrived)
     is_better = (goal == 0) | is_nearer_0
@@ -218,7 +218,7 @@ def _real_update_to_clipped(
 
 
 def _rounded(x: Array, dtype: DTypeLike) -> Array:
-    """The number rounded as a narrower dtype would, in the dtype that it has."""
+    """The number rounded to what a narrower dtype can hold. It keeps its own dtype."""
     info = jnp.finfo(dtype)
     wide_info = jnp.finfo(x.dtype)
     if info.bits >= wide_info.bits:

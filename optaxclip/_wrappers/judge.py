@@ -42,7 +42,7 @@ class Judgement(NamedTuple):
     """Whether a step is rejected, and why."""
 
     norm: ComparedNumber
-    # The last loss that was given. It can be rejected only in the step that gave it.
+    # The last loss that was given. Only in the step that gave it can it be rejected.
     loss: ComparedNumber
     is_rejected: Array  # bool[]
     is_nonfinite: Array  # bool[]: whether norm or loss is NaN or inf
@@ -55,15 +55,17 @@ class Judge(NamedTuple):
     rule: Rule  # of the norm
     loss_rule: Rule | None  # None: losses are ignored
     mesh_axes: MeshAxes
-    # The argument by which the user demands a loss in each step, for the error of a
-    # step without one. "" where a loss may be missing.
+    # The argument by which the user demands a loss in each step. The error of a step
+    # without one names it. "" where a loss may be missing.
     loss_argument: str = ""
 
-    def initial(self, params: PyTree) -> tuple[ComparedNumber, ComparedNumber]:
+    def before_first_step(
+        self, params: PyTree
+    ) -> tuple[ComparedNumber, ComparedNumber]:
         """Norm and loss before the first step."""
         tree = leaves_to_clip(params, self.call)
-        # Only the dtype of the norm is needed: float64 if a leaf has 64 bits. It is
-        # asked for with mesh_axes=None, since `init` may run outside the mesh.
+        # Only the dtype of the norm is needed: float64 if a leaf has 64 bits. `init`
+        # may run outside the mesh, hence mesh_axes=None.
         norm_type = jax.eval_shape(self._replace(mesh_axes=None)._norm_of, tree)
         zero = jnp.zeros((), norm_type.dtype)
         no_limit = jnp.full_like(zero, jnp.inf)
@@ -94,14 +96,16 @@ class Judge(NamedTuple):
         norm_value = self._checked_argument(extra_args, "grad_norm")
         if norm_value is None:
             norm_value = self._norm_of(updates)
-        norm = self._compared(self.rule, norm_value, memory, state, like=state.norm)
+        norm = self._compared_number(
+            self.rule, norm_value, memory, state, like=state.norm
+        )
         loss = ComparedNumber(state.loss, state.loss_limit, loss_memory)
         if self.loss_rule is not None:
             loss_value = self._checked_argument(extra_args, "value")
             if loss_value is None:
                 self._check_loss_may_be_missing(extra_args)
             else:
-                loss = self._compared(
+                loss = self._compared_number(
                     self.loss_rule,
                     loss_value,
                     loss_memory,
@@ -116,8 +120,8 @@ class Judge(NamedTuple):
             is_nonfinite=jnp.logical_or(norm.is_nonfinite, loss.is_nonfinite),
         )
 
-    def varying_if_alone(self, values: PyTree, like: PyTree) -> PyTree:
-        """The values. If each device trains alone (mesh_axes=None), they are typed as
+    def varying_if_trained_alone(self, values: PyTree, like: PyTree) -> PyTree:
+        """The values, typed for devices that each train alone (mesh_axes=None): as
         differing over the mesh axes over which `like` does.
         """
         if self.mesh_axes is None:
@@ -129,7 +133,7 @@ class Judge(NamedTuple):
         measure = GlobalNorm(self.call, mesh_axes=self.mesh_axes)
         return measure(leaves_to_clip(updates, self.call)).values[0]
 
-    def _compared(
+    def _compared_number(
         self,
         rule: Rule,
         number: ArrayLike,
@@ -139,12 +143,12 @@ class Judge(NamedTuple):
         like: PyTree,
         is_loss: bool = False,
     ) -> ComparedNumber:
-        """Holds a norm or a loss against the limit of its rule. If each device trains
-        alone, the number differs over the mesh axes over which `like` does.
+        """Holds a norm or a loss against the limit of its rule. `like` is that of
+        `varying_if_trained_alone`.
         """
         # A user's number may have another dtype than the state.
         value = jnp.array(number, state.norm.dtype)
-        value = self.varying_if_alone(value, like)
+        value = self.varying_if_trained_alone(value, like)
         argument = "loss_rule" if is_loss else "rule"
         # Tracers show that the user's jit is running. There a jit of ours would keep a
         # schedule, and what it refers to, alive in its cache.
@@ -175,7 +179,7 @@ class Judge(NamedTuple):
         number = extra_args.get(argument)
         if number is None:
             return None
-        # With a loss for each example, the limit and the decision would be arrays too.
+        # From a loss for each example, limit and decision would be arrays too.
         if argument == "grad_norm":
             checks.check_given_norm(f"{self.call}: {argument}", number, is_scalar=True)
         else:

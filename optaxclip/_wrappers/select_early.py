@@ -51,10 +51,10 @@ def update_unless(
     old_leaves = _old_leaves(optimizer, updates, state, output_shapes)
     values = dict(zip(jaxpr.constvars, program.consts))
     values.update(zip(jaxpr.invars, jax.tree.leaves(arguments)))
-    # The old leaf of each variable that is selected as soon as it is computed.
+    # The variables that are leaves of the new state, each with its old leaf.
     old_by_variable = {}
     for output, old_leaf in zip(jaxpr.outvars, old_leaves):
-        # No equation computes literals and arguments.
+        # Literals, constants and arguments are not computed by an equation.
         is_computed = not is_literal(output) and output not in values
         if is_computed and old_leaf is not None:
             old_by_variable[output] = old_leaf
@@ -72,8 +72,8 @@ def update_unless(
             # Selected when it was computed.
             new_leaf = values[output]
         else:
-            # An update, or an argument that is returned as it is. Or one variable is
-            # two leaves of the new state: it was selected for the last of them only.
+            # An update, or an argument that is returned as it is. Or a variable that is
+            # several leaves of the new state: it was selected for the last of these.
             new_leaf = _select(skip, old_leaf, values[output])
         new_leaves.append(new_leaf)
     return jax.tree.unflatten(jax.tree.structure(output_shapes), new_leaves)
@@ -85,12 +85,10 @@ def _old_leaves(
     state: PyTree,
     output_shapes: tuple[PyTree, PyTree],
 ) -> list[Array | None]:
-    """What each output of the optimizer's update becomes in a skipped step.
-
-    It is the leaf of the old state at the same path, and None for updates, which become
-    zeros.
+    """What each output of the optimizer's update becomes in a skipped step: the leaf of
+    the old state at the same path, and None for updates, which become zeros.
     """
-    # Outputs are (updates, state). None has no leaves, so no update has an old leaf.
+    # The outputs are (updates, state). None in the place of updates has no leaves.
     old_by_path = dict(jax.tree.leaves_with_path((None, state)))
     _, new_state_shapes = output_shapes
     if jax.tree.structure(state) != jax.tree.structure(new_state_shapes):
@@ -102,8 +100,8 @@ def _old_leaves(
 
 
 def _without_donation(equation: Any) -> Any:
-    """The equation, without the memory of an input for an output: the old state is
-    selected after the equation reads it.
+    """The equation without donation: it must not write an output into the memory of an
+    old leaf, which is read again when it is selected.
     """
     params = equation.params
     if "donated_invars" not in params:

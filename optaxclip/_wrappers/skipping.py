@@ -49,8 +49,8 @@ from .._numbers import number_for_jit
 from .._state.interop import exported
 from .._state.state import ClipState
 from .._trees import PyTree, arrays_of
-from ..rules._limits import Constant, Limit, rule_without_params
-from ..rules._memory import count_up, has_reached, in_place, moving_average
+from ..rules._limits import Constant, Limit, rule_of_norm_alone
+from ..rules._memory import count_up, has_reached, in_buffer_of, moving_average
 from ..rules._rule import Number
 from ..rules._windows import skip_step_rule
 from .carry import CarryState
@@ -182,9 +182,9 @@ def skip_step(
       sigmas: how many standard deviations above the mean are allowed. At least 0. A
         number or a schedule.
       window: how many norms and losses are remembered. A whole number, at least 2. The
-        first step that can be skipped is number max(3, window // 2), 64 by default,
-        counted from 1. The length is part of the state: a restored state goes on with
-        its own.
+        first step that can be skipped is step max(3, window // 2), counted from 1: 64
+        by default. The length is part of the state: a restored state goes on with its
+        own.
       on_loss: whether to look at the loss too. None looks at it in the steps in which
         `update(..., value=loss)` is given it, True demands it, False ignores it.
       mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
@@ -225,7 +225,7 @@ def skip_step(
         checks.check_flag(f"{call}: on_loss", on_loss, "None, True or False")
     # Norm and loss share the rule, and each has a memory in the state.
     rule = skip_step_rule(call, sigmas, window)
-    # With None a step without a loss is judged by its norm alone.
+    # With None a step without a loss is judged by its norm alone. True demands one.
     loss_rule = rule if on_loss is None or on_loss else None
     loss_argument = "on_loss=True" if on_loss else ""
     return _without_rejected_steps(
@@ -293,10 +293,10 @@ def skip_spikes(
     """
     call = "skip_spikes"
     # The norm of the weights is not measured here, so `share_of_params` is refused.
-    rule = rule_without_params(rule, f"{call}: rule")
+    rule = rule_of_norm_alone(rule, f"{call}: rule")
     # loss_rule=None looks at no loss. rule=None still looks for NaN and inf.
     if loss_rule is not None:
-        loss_rule = rule_without_params(loss_rule, f"{call}: loss_rule")
+        loss_rule = rule_of_norm_alone(loss_rule, f"{call}: loss_rule")
     judge = Judge(call, rule, loss_rule, mesh_axes, "loss_rule")
     return _without_rejected_steps(inner, judge, max_consecutive)
 
@@ -317,8 +317,8 @@ def _without_rejected_steps(
     def init(params: PyTree) -> SkipState:
         inner_state = optimizer.init(params)
         _warn_of_clippers(call, inner_state)
-        arrays = pack(SkipState.ROWS, *judge.initial(params))
-        return judge.varying_if_alone(SkipState(*arrays, inner_state), params)
+        arrays = pack(SkipState.ROWS, *judge.before_first_step(params))
+        return judge.varying_if_trained_alone(SkipState(*arrays, inner_state), params)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
@@ -353,7 +353,7 @@ def _next_state(
     )
     # All fields but the inner state.
     old_arrays = StateArrays(*state[:-1])
-    arrays: StateArrays = jax.tree.map(in_place, arrays, old_arrays)
+    arrays: StateArrays = jax.tree.map(in_buffer_of, arrays, old_arrays)
     return SkipState(*arrays, inner_state)
 
 

@@ -20,7 +20,7 @@ from .._factors import factor_between, shrunk_by
 from .._logs.after_clip import clipped_share
 from .._trees import PyTree
 from ..rules import windowed_quantile, z_score
-from ..rules._limits import Limit, rule_without_params
+from ..rules._limits import Limit, rule_of_norm_alone
 from ..rules._rule import Number, Rule, limit_and_memory_of
 from ..rules._windows import skip_step_rule, spike_rule
 from ..shrinks import Shrink, drop, shrink_of
@@ -82,7 +82,7 @@ def run(rule: Limit, norms: ArrayLike, *, shrink: Shrink | None = None) -> Repla
             "replay.run: norms must be a history, one norm for each step, got an array "
             f"of shape {norms.shape}."
         )
-    rule = rule_without_params(rule, "replay.run: rule")
+    rule = rule_of_norm_alone(rule, "replay.run: rule")
     shrink = shrink_of(shrink, "replay.run")
     limits = limits_over(rule, norms, argument="replay.run: rule")
     return _replayed(shrink, norms, limits)

@@ -12,12 +12,13 @@ from jax.typing import ArrayLike
 
 from .._state.interop import exported
 from ._memory import (
-    between,
     count_up,
+    exponential_average,
     has_reached,
     hypot,
     multiple,
     new_unless_zero,
+    new_where,
     remembered,
     root,
 )
@@ -25,12 +26,12 @@ from ._rule import (
     LimitAndMemory,
     Number,
     Rule,
-    at_step,
     choice_field,
     flag_field,
     is_at_most_1,
     number_field,
-    warn_of_falling,
+    numbers_at_step,
+    warn_if_limits_fall,
 )
 
 
@@ -60,8 +61,7 @@ def average_with(
     if not corrected:
         decay = jnp.where(average.weight > 0, decay, 0.0)
     weight, share = weight_and_share(average.weight, decay)
-    # `between` takes the share of the old estimate.
-    estimate = between(average.estimate, value, 1 - share)
+    estimate = exponential_average(average.estimate, value, 1 - share)
     return Average(estimate, weight)
 
 
@@ -70,10 +70,10 @@ def weight_and_share(weight: Array, decay: Array) -> tuple[Array, Array]:
 
     The first value has the share 1, whatever the decay.
     """
-    # With a decay of 1 every value would have the weight 0. As long as the total weight
-    # is tiny, each gets 2^-60 instead, so the average is a plain mean. Any decay below
-    # 1 gives a value at least 2^-24 (float32), which outweighs them all: the mean is
-    # forgotten then.
+    # With a decay of 1 every value would have the weight 0. Each gets 2^-60 instead, as
+    # long as their sum is tiny, so the average is a plain mean. The first value with a
+    # decay below 1 has a weight of at least 2^-24 (float32). Beside it all earlier
+    # weights are nothing, so it replaces the mean.
     is_tiny = weight < 2.0**-30
     least_weight = jnp.maximum(1 - decay, 2.0**-60)
     value_weight = jnp.where(is_tiny, least_weight, 1 - decay)
@@ -89,9 +89,9 @@ class Ema(Rule):
     `adaclip` is this rule on the largest coordinate of each tensor.
 
     Args:
-      decay: in [0, 1]. 1 in all steps is the mean of all norms. A number or a
-        schedule. The first decay below 1 after decays of 1 alone forgets all earlier
-        norms, and a decay of 1 after a lower one keeps the average as it is.
+      decay: in [0, 1]. A number or a schedule. 1 in all steps is the mean of all norms.
+        If a schedule begins with 1, its first lower decay forgets that mean. A decay of
+        1 after a lower one keeps the average as it is.
 
     Raises:
       ValueError: a decay out of its range. TypeError: something that is not a number.
@@ -111,7 +111,7 @@ class Ema(Rule):
         return empty_average(norm)
 
     def update(self, norm: Array, average: Average, step: Array) -> LimitAndMemory:
-        (decay,) = at_step(step, norm.dtype, self.decay)
+        (decay,) = numbers_at_step(step, norm.dtype, self.decay)
         # The norm counts in the limit that it is held against.
         average = average_with(average, norm, decay)
         return average.estimate, average
@@ -119,7 +119,7 @@ class Ema(Rule):
 
 @exported
 class EmaRatioMemory(NamedTuple):
-    """The averages that `ratio` and `target` multiply."""
+    """What `EmaRatio` remembers: the averages that `ratio` and `target` multiply."""
 
     seen: Array  # int32[norm]: norms remembered
     average: Average
@@ -137,16 +137,16 @@ class EmaRatio(Rule):
                 edge                        otherwise
 
     The defaults remember the smaller of norm and limit, so that a spike does not raise
-    the limit for the next one. With a ratio near 1 the norm then grows by at most
+    the limit for the next one. With a ratio near 1 clipped norms then grow by at most
     the factor 1 + (1 - decay) * (ratio - 1) a step.
 
     Args:
       ratio: a norm above this multiple of the average is clipped. At least 0. With
         remember="clipped" and no target a ratio of at most 1 lets limits only fall. A
         number or a schedule.
-      decay: of the average, in [0, 1]. A number or a schedule. With 1 the average
-        stays as it is. With 1 from the start on, that is the first norm, or with
-        corrected=True the mean of all norms, which the first decay below 1 forgets.
+      decay: of the average, in [0, 1]. A number or a schedule. 1 keeps the average as
+        it is. From the start on that is the first norm, or with corrected=True the mean
+        of all norms, which the first lower decay forgets.
       target: the multiple that clipped norms are brought to. None for `ratio`.
       target_decay: of the average that `target` multiplies. None for `decay`.
       corrected: whether the averages start at 0 and are corrected for it, as Adam's.
@@ -189,7 +189,7 @@ class EmaRatio(Rule):
         # A target above 1 lets limits rise.
         target = self.ratio if self.target is None else self.target
         if self.remember == "clipped" and is_at_most_1(target):
-            warn_of_falling("ema_ratio: ratio", self.ratio)
+            warn_if_limits_fall("ema_ratio: ratio", self.ratio)
 
     def init(self, norm: Array) -> EmaRatioMemory:
         seen = jnp.zeros(norm.shape, jnp.int32)
@@ -198,21 +198,21 @@ class EmaRatio(Rule):
     def update(
         self, norm: Array, memory: EmaRatioMemory, step: Array
     ) -> LimitAndMemory:
-        ratio, decay = at_step(step, norm.dtype, self.ratio, self.decay)
         target = self.ratio if self.target is None else self.target
         target_decay = self.decay if self.target_decay is None else self.target_decay
-        target, target_decay = at_step(step, norm.dtype, target, target_decay)
+        ratio, decay, target, target_decay = numbers_at_step(
+            step, norm.dtype, self.ratio, self.decay, target, target_decay
+        )
         seen, average, target_average = memory
         edge = ratio * average.estimate
         # Without target and target_decay both averages are equal, and so are both
-        # limits. The second average is kept even so (two numbers for each norm),
+        # limits. The second average is kept all the same, two numbers for each norm,
         # so that all memories have one structure.
         limit_of_spike = target * target_average.estimate
         limit = jnp.where(norm > edge, limit_of_spike, edge)
         # Without a norm there is no average, also with a warmup of 0.
         is_past_warmup = has_reached(seen, self.warmup) & (seen > 0)
         limit = jnp.where(is_past_warmup, limit, jnp.inf)
-        # By default the clipped norm, so that a spike does not raise the next limit.
         kept_norm = remembered(self.remember, norm, limit)
         new_memory = EmaRatioMemory(
             seen=count_up(seen),
@@ -247,8 +247,8 @@ class EmaBand(Rule):
         both move linearly to later values, `low` to 0.98 and `high` to 0.7, over 0.3 of
         the steps after the first 0.4:
         `high=optax.linear_schedule(0.6, 0.7, int(0.3 * steps), int(0.4 * steps))`.
-      decay: of the average, in [0, 1]. With 1 it stays as it is, from the start on at
-        the first norm. A number or a schedule.
+      decay: of the average, in [0, 1]. A number or a schedule. 1 keeps the average as
+        it is: at the first norm, if all decays are 1.
       floor: the lower edge is at least this, in units of the norm, with
         raise_small=True. At least 0. A number or a schedule.
       up: how far one step is lengthened at most, at least 1. A number or a schedule.
@@ -280,22 +280,26 @@ class EmaBand(Rule):
         return empty_average(norm)
 
     def update(self, norm: Array, average: Average, step: Array) -> LimitAndMemory:
-        low, high, decay = at_step(step, norm.dtype, self.low, self.high, self.decay)
-        floor, up, down = at_step(step, norm.dtype, self.floor, self.up, self.down)
+        low, high, decay = numbers_at_step(
+            step, norm.dtype, self.low, self.high, self.decay
+        )
+        floor, up, down = numbers_at_step(
+            step, norm.dtype, self.floor, self.up, self.down
+        )
         lower = low * average.estimate
         lower = jnp.maximum(floor, lower)
         upper = high * average.estimate
         raised = jnp.maximum(norm, lower) if self.raise_small else norm
         # The upper edge wins where it is below the lower one, as it is by default.
         target = jnp.where(norm > upper, upper, raised)
-        # However far the band is, a norm is multiplied by 0.9 to 1.1 by default.
+        # By default a step multiplies the norm by 0.9 to 1.1, however far the band is.
         limit = jnp.clip(target, down * norm, multiple(up, norm))
         # The first norm has no band yet.
         limit = jnp.where(average.weight > 0, limit, norm)
-        # The limit is what the clipped norm will be, and that is remembered.
+        # The limit is what the clipped norm will be, and that is remembered. From 0 the
+        # limits could never rise.
         new_average = average_with(average, limit, decay, corrected=False)
-        average = new_unless_zero("clipped", limit, new_average, average)
-        return limit, average
+        return limit, new_where(limit != 0, new_average, average)
 
 
 class MomentsRatio(Rule):
@@ -310,10 +314,10 @@ class MomentsRatio(Rule):
     0.999. Use it with `shrink=shrinks.normalize`, as `adagn` does.
 
     Args:
-      decay1, decay2: of the two moments, in [0, 1]. 1 in all steps is the mean of all
-        norms. Numbers or schedules. The first decay below 1 after decays of 1 alone
-        forgets all earlier norms, and a decay of 1 after a lower one keeps the moment
-        as it is.
+      decay1, decay2: of the two moments, in [0, 1]. Numbers or schedules. 1 in all
+        steps is the mean of all norms. If a schedule begins with 1, its first lower
+        decay forgets that mean. A decay of 1 after a lower one keeps the moment as it
+        is.
       eps: at least 0, in units of the norm. A number or a schedule.
 
     Raises:
@@ -339,18 +343,18 @@ class MomentsRatio(Rule):
     def update(
         self, norm: Array, memory: tuple[Average, Average], step: Array
     ) -> LimitAndMemory:
-        decay1, decay2, eps = at_step(
+        decay1, decay2, eps = numbers_at_step(
             step, norm.dtype, self.decay1, self.decay2, self.eps
         )
-        # The root of the mean of squares is kept, since the square of a norm may leave
-        # the range of float32.
+        # The memory keeps the root of the mean of squares, since the square of a norm
+        # may leave the range of float32.
         mean, rms = memory
         new_mean = average_with(mean, norm, decay1)
         weight, share = weight_and_share(rms.weight, decay2)
         old_part = root(1 - share) * rms.estimate
         new_part = root(share) * norm
         new_rms = hypot(old_part, new_part)
-        # new_rms is 0 after a first norm of 0, and eps may be 0 too.
+        # After a first norm of 0 and with an eps of 0 the divisor would be 0.
         divisor = jnp.where(new_rms > 0, new_rms + eps, 1.0)
         limit = new_mean.estimate / divisor
         new_memory = new_mean, Average(new_rms, weight)
@@ -416,7 +420,7 @@ class ZScore(Rule):
         return ZScoreMemory(seen, mean, deviation)
 
     def update(self, norm: Array, memory: ZScoreMemory, step: Array) -> LimitAndMemory:
-        z, decay, eps = at_step(step, norm.dtype, self.z, self.decay, self.eps)
+        z, decay, eps = numbers_at_step(step, norm.dtype, self.z, self.decay, self.eps)
         seen, mean, deviation = memory
         is_past_warmup = has_reached(seen, self.warmup)
         unit_of_score = deviation + eps
@@ -437,10 +441,10 @@ class ZScore(Rule):
         count = seen.astype(norm.dtype)
         new_count = (seen + 1).astype(norm.dtype)
         decay = jnp.where(is_past_warmup, decay, count / new_count)
-        new_mean = between(mean, clipped_norm, decay)
-        # The paper's variance takes the distance to the new mean, which is `decay`
-        # times that to the old one. In the warm-up one factor is the distance to the
-        # new mean and one to the old, as in Welford's algorithm, hence root(decay).
+        new_mean = exponential_average(mean, clipped_norm, decay)
+        # The paper's variance adds the square of the distance to the new mean, which is
+        # `decay` times that to the old one. In the warm-up it is Welford's: the product
+        # of both distances, which is `decay` times the square of that to the old one.
         share_of_distance = jnp.where(is_past_warmup, decay, root(decay))
         distance = share_of_distance * (clipped_norm - mean)
         old_part = root(decay) * deviation
@@ -469,10 +473,10 @@ class LogZScore(Rule):
 
     Args:
       z: how many deviations are allowed, at least 0. A number or a schedule.
-      decay: of mean and variance, in [0, 1]. 1 in all steps counts all norms alike. A
-        number or a schedule. The first decay below 1 after decays of 1 alone forgets
-        all earlier norms, and the deviation is then 0. A decay of 1 after a lower one
-        keeps mean and deviation as they are.
+      decay: of mean and variance, in [0, 1]. A number or a schedule. 1 in all steps
+        counts all norms alike. If a schedule begins with 1, its first lower decay
+        forgets all earlier norms, and the deviation is then 0. A decay of 1 after a
+        lower one keeps mean and deviation as they are.
       floor: shorter norms count as this long. At least 0, and finite. A number or a
         schedule.
       spread: the deviation counts as at least this much, so that norms that hardly
@@ -511,8 +515,8 @@ class LogZScore(Rule):
     def update(
         self, norm: Array, memory: LogZScoreMemory, step: Array
     ) -> LimitAndMemory:
-        z, decay = at_step(step, norm.dtype, self.z, self.decay)
-        floor, spread = at_step(step, norm.dtype, self.floor, self.spread)
+        z, decay = numbers_at_step(step, norm.dtype, self.z, self.decay)
+        floor, spread = numbers_at_step(step, norm.dtype, self.floor, self.spread)
         seen, mean, deviation = memory
         deviation_or_spread = jnp.maximum(deviation, spread)
         log_limit = mean.estimate + multiple(z, deviation_or_spread)
@@ -524,7 +528,7 @@ class LogZScore(Rule):
         log_norm = jnp.log1p(floored_norm)
         new_mean = average_with(mean, log_norm, decay)
         _, share = weight_and_share(mean.weight, decay)
-        # The variance of a mixture of old values and the new one, never negative.
+        # variance <- (1 - share) * (variance + share * (x - mean)^2), never negative.
         distance = root(share) * (log_norm - mean.estimate)
         new_deviation = root(1 - share) * hypot(deviation, distance)
         new_memory = LogZScoreMemory(count_up(seen), new_mean, new_deviation)

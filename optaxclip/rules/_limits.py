@@ -1,4 +1,4 @@
-"""What may stand for a limit besides a rule that learns.
+"""Limits that are not learnt from norms, and rules made of other rules.
 
 limits that do not learn   a number, an array, a schedule, a share of the weights
 rules made of rules        the smallest limit, the largest, one after the other
@@ -27,13 +27,13 @@ from ._rule import (
     Number,
     Rule,
     Schedule,
-    at_step,
     call_name,
     checked_update,
     extra_norms_of,
     is_inf,
     is_rule,
     number_field,
+    numbers_at_step,
 )
 
 # What a norm can be held against. None is no limit.
@@ -65,8 +65,8 @@ def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
 class Constant(Rule):
     """The same limit in every step, or a schedule of limits.
 
-    Wherever a rule is wanted, a number, an array, a schedule or None stands for the
-    constant rule of it.
+    Wherever a rule can be given, a number, an array, a schedule or None can be given
+    too. It becomes this rule.
 
     Args:
       limit: a number at least 0, an array whose shape broadcasts to the norm's, a
@@ -111,14 +111,14 @@ def rule_of(limit: LimitTree, argument: str) -> Rule:
     return Constant(checked_limit(argument, limit))
 
 
-def rule_without_params(limit: Limit, argument: str) -> Rule:
-    """The rule of a limit, for callers without weight norms or a total norm.
+def rule_of_norm_alone(limit: Limit, argument: str) -> Rule:
+    """The rule of a limit, for callers that have no weight norms and no total norm.
 
     Raises:
       ValueError: a rule that needs the norm of the weights or of all norms.
     """
     rule = rule_of(limit, argument)
-    # Without this check `update` of the rule would miss an argument in the first step.
+    # Otherwise `update` of the rule would lack an argument in the first step.
     if rule.needs_params or rule.needs_total:
         raise ValueError(
             f"{argument} must not compare norms with the total norm or the weight "
@@ -195,7 +195,7 @@ class ShareOfParams(Rule):
     def update(
         self, norm: Array, memory: PyTree, step: Array, params_norm: Array
     ) -> LimitAndMemory:
-        share, floor = at_step(step, norm.dtype, self.share, self.floor)
+        share, floor = numbers_at_step(step, norm.dtype, self.share, self.floor)
         # Weights may have 64 bits where updates have 32.
         weight_norm = jnp.maximum(params_norm.astype(norm.dtype), floor)
         return multiple(share, weight_norm), memory
@@ -205,11 +205,10 @@ class ShareOfParams(Rule):
 
 
 class Joined(Rule):
-    """Rules that are asked together. Each updates its memory from the norm and its own
-    limit, not from the joint one.
+    """Several rules. Each updates its memory from the norm and its own limit, not from
+    the joint one. The memory of the joined rule is the tuple of theirs.
     """
 
-    # The memory of the joined rule is the tuple of the memories of these.
     rules: tuple[Rule, ...]
 
     @property
@@ -231,8 +230,8 @@ class Joined(Rule):
         self, norm: Array, memories: PyTree, step: Array, *extra_norms: Array
     ) -> tuple[list[Array], tuple[Any, ...]]:
         """The limits of all rules, and their new memories."""
-        # `extra_norms_of` gave the norms that at least one rule needs: of the weights
-        # first, the total last.
+        # The caller's `extra_norms_of` gave the norms that at least one rule needs: of
+        # the weights first, the total last.
         params_norm = extra_norms[0] if self.needs_params else None
         total_norm = extra_norms[-1] if self.needs_total else None
         limits = []
@@ -254,7 +253,7 @@ class Joined(Rule):
                 checks.check_shape(argument, jnp.shape(limit), norm.shape)
                 limit = jnp.broadcast_to(limit, norm.shape)
             limits.append(limit)
-            # A rule without a memory may return () or None.
+            # Without arrays the state keeps its () or None, whichever the rule returns.
             if not jax.tree.leaves(memory):
                 new_memories.append(memory)
                 continue
@@ -283,8 +282,8 @@ class Maximum(Joined):
 class WarmUp(Joined):
     """The first rule for some norms, the second from then on."""
 
-    # How many remembered norms the first rule is for. The `step` of `update` counts
-    # norms of NaN, inf and 0 too.
+    # For so many remembered norms the first rule's limit counts. `step` of `update`
+    # would not do: it counts norms of NaN, inf and 0 too.
     steps: ArrayLike = number_field(schedule=False)
 
     @property
@@ -299,8 +298,7 @@ class WarmUp(Joined):
         self, norm: Array, memory: PyTree, step: Array, *extra_norms: Array
     ) -> LimitAndMemory:
         seen, memories = memory
-        # Both rules are asked in every step, so the second has learnt when its limit
-        # counts.
+        # Both rules learn in every step, so the second is ready when its limit counts.
         limits, new_memories = self.limits_and_memories(
             norm, memories, step, *extra_norms
         )
@@ -329,7 +327,7 @@ def minimum(*rules: Limit) -> Rule:
       [5. 2. 4. 5.]
     """
     # A function, since the fields of a dataclass cannot be *rules.
-    return Minimum(_rules_of_all("minimum", rules))
+    return Minimum(_rules_of("minimum", rules))
 
 
 def maximum(*rules: Limit) -> Rule:
@@ -350,7 +348,7 @@ def maximum(*rules: Limit) -> Rule:
       >>> print(optaxclip.replay.run(rule, [1.0, 9.0, 9.0, 9.0]).limits)
       [inf  5.  5.  8.]
     """
-    return Maximum(_rules_of_all("maximum", rules))
+    return Maximum(_rules_of("maximum", rules))
 
 
 def warm_up(steps: ArrayLike, before: Limit, after: Limit) -> Rule:
@@ -379,7 +377,7 @@ def warm_up(steps: ArrayLike, before: Limit, after: Limit) -> Rule:
     return WarmUp((first, second), steps)
 
 
-def _rules_of_all(call: str, limits: tuple[Limit, ...]) -> tuple[Rule, ...]:
+def _rules_of(call: str, limits: tuple[Limit, ...]) -> tuple[Rule, ...]:
     """The rule of each limit."""
     # The smallest of no limits would be an error of `reduce` in the first step.
     if not limits:

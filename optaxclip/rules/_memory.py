@@ -1,4 +1,5 @@
-"""What rules share: counters, memories that are kept, and arithmetic.
+"""What rules and states share: counters, averages, the choice between an old and a new
+memory, and arithmetic.
 
 All arrays of a memory have the norm's shape, followed by axes of their own. Deviations
 are kept and joined as roots of squares (`hypot`), which can neither become negative by
@@ -18,7 +19,7 @@ from .._trees import PyTree
 
 
 def count_up(counter: Array, happened: ArrayLike = True) -> Array:
-    """The counter after a step. It stays at the largest int32."""
+    """The counter, one higher where `happened`. It stays at the largest int32."""
     counter = jnp.asarray(counter)
     has_room = counter < jnp.iinfo(counter.dtype).max
     is_counted = happened & has_room
@@ -33,20 +34,22 @@ def has_reached(counter: Array, number: ArrayLike) -> Array:
 
 
 def moving_average(old: Array, new: Array, steps: Array, reach: int = 100) -> Array:
-    """The moving average of a number after `steps` steps, the last of which gave `new`.
+    """The moving average over about the last `reach` steps. `new` is the number of step
+    `steps`, counted from 1, and `old` the average before it.
 
-    It is the mean of all steps while these are at most `reach`, so it needs no
-    correction for its start.
+    In the first `reach` steps it is the mean of all, so it needs no correction for its
+    start.
     """
     count = jnp.minimum(steps, reach).astype(old.dtype)
     change = new.astype(old.dtype) - old
     return old + change / count
 
 
-def between(old: Array, new: Array, decay: Array) -> Array:
+def exponential_average(old: Array, new: Array, decay: Array) -> Array:
     """decay * old + (1 - decay) * new."""
-    # A step from the nearer value is exact while the norm does not change, and right
-    # where one value is nothing beside the other. A sum of products is not.
+    # The change is added to the value with the larger weight. So equal values give
+    # exactly that value, which a sum of two products would round, and a value that is
+    # tiny beside the other is not lost where it has all the weight.
     change = new - old
     from_new = new - decay * change
     from_old = old + (1 - decay) * change
@@ -75,34 +78,33 @@ def multiple(factor: Array, norm: Array) -> Array:
 
 
 def remembered(remember: str, norm: Array, limit: Array) -> Array:
-    """The norm as it came ("raw"), or as it was let through ("clipped")."""
+    """What a rule remembers of a norm: all of it ("raw"), or min(norm, limit)."""
     if remember == "raw":
         return norm
     return jnp.minimum(norm, limit)
 
 
 def new_unless_zero(remember: str, value: Array, new: PyTree, old: PyTree) -> Any:
-    """The new memory, or the old one where a limit of 0 let nothing through: a norm of
-    0 is not remembered, since limits could never leave it.
+    """The new memory, or the old one where the remembered value is 0, because the limit
+    was: limits that are multiples of remembered values could never leave 0.
     """
-    # A raw value is the norm itself. What a rule learns from a norm of 0 is dropped in
-    # `limit_and_memory_of`.
+    # A raw value is the norm. `limit_and_memory_of` keeps the old memory if it is 0.
     if remember == "raw":
         return new
     return new_where(value != 0, new, old)
 
 
-def in_place(new: Array, old: Array) -> Array:
-    """The new array, which jit may write where the old one is (`donate_argnums`).
+def in_buffer_of(new: Array, old: Array) -> Array:
+    """The new array. Under jit with `donate_argnums` XLA may write it into the memory
+    of the old one, since this function reads the old one.
 
-    JAX drops an argument that nothing reads, so the old array is read here. Otherwise
-    the new one would have another address in each step, and a CUDA graph, which holds
-    addresses, would be built anew.
+    JAX drops an argument that nothing reads. The new array would then have another
+    address in each step, and a CUDA graph, which holds addresses, would be built anew.
     """
     # In shard_map the types of both may differ in the first step.
     if jax.typeof(new) != jax.typeof(old):
         return new
-    # XLA drops this selection.
+    # It always selects `new`. XLA drops the selection.
     return jax.lax.select_n(np.True_, old, new)
 
 
@@ -116,8 +118,7 @@ def new_where(is_new: Array, new: PyTree, old: PyTree) -> Any:
         # A scalar fits every array. On an Explicit mesh it goes with any sharding.
         if not is_new.ndim:
             return jnp.where(is_new, new, old)
-        # Axes that a memory has behind those of the norm, such as [N, window] for N
-        # norms.
+        # A memory may have more axes than the norms: [N, window] for N norms.
         more_axes = (1,) * (new.ndim - is_new.ndim)
         condition = is_new.reshape(is_new.shape + more_axes)
         return jnp.where(condition, new, old)

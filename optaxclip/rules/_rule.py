@@ -43,9 +43,9 @@ LimitAndMemory = tuple[ArrayLike, Any]
 
 # ---------------------------------------------------------------- fields of a rule
 
-# The metadata of a field hold its check: a function of the field's name in errors, such
-# as "ema: decay", and of the value. It returns the value in another form, or None to
-# keep it.
+# The metadata of a field hold its check: check(argument, value), where `argument` is
+# the field's name in errors, such as "ema: decay". It raises, or returns what the field
+# becomes, where None keeps the value.
 
 
 def checked_number(
@@ -68,7 +68,7 @@ def checked_number(
     """
     if optional and value is None:
         return None
-    # The numbers of a schedule are known during the steps only.
+    # The numbers of a schedule are known only in the steps, which clip them.
     if schedule and callable(value):
         checks.check_schedule(argument, value)
         clipped_schedule = _ClippedSchedule(argument, lowest, highest)
@@ -139,7 +139,7 @@ TRAITS = ("needs_params", "needs_total", "inf_is_off")
 
 def is_static(rule_field: dataclasses.Field[Any]) -> bool:
     """Whether a field belongs to the structure of the rule, and is not a leaf."""
-    # With an annotation, as in `needs_params: bool = True`, these are fields.
+    # An annotated trait, as in `needs_params: bool = True`, is a field.
     return rule_field.metadata.get("static", False) or rule_field.name in TRAITS
 
 
@@ -156,8 +156,8 @@ class Rule:
     """Computes the limit of a norm, and may remember past norms.
 
     A rule is written for one norm. A clipper uses it elementwise for all of its norms.
-    So the norm and the limit have one shape, and arrays of a memory begin with the axes
-    of that shape and may have more behind them.
+    So the limit has the shape of the norm. Each array of a memory has that shape too,
+    or further axes behind it.
 
     A subclass lists its parameters as annotated fields. They are numbers, arrays or
     trees of arrays, and traced in `update`. A string, a function, or a number that
@@ -218,8 +218,8 @@ class Rule:
         keys = [jax.tree_util.GetAttrKey(name) for name in leaf_names]
 
         def flatten(rule: Any) -> Any:
-            leaves = [(key, getattr(rule, key.name)) for key in keys]
-            return leaves, tuple(getattr(rule, name) for name in static_names)
+            keys_and_leaves = [(key, getattr(rule, key.name)) for key in keys]
+            return keys_and_leaves, tuple(getattr(rule, name) for name in static_names)
 
         def unflatten(static: Any, leaves: Any) -> Any:
             # The fields are not checked: JAX also builds rules whose leaves are shapes,
@@ -280,9 +280,7 @@ def limit_and_memory_of(
     limit, new_memory = checked_update(
         rule, finite_norm, checked_memory, step, *extra_norms, argument=argument
     )
-    # A number fits every norm.
-    if jnp.ndim(limit):
-        checks.check_shape(argument, jnp.shape(limit), norm.shape)
+    checks.check_shape(argument, jnp.shape(limit), norm.shape)
     # A finite limit beyond the range of the norm's dtype becomes its largest number:
     # inf would not clip.
     limit = in_norm_dtype(norm.dtype, limit)
@@ -290,7 +288,7 @@ def limit_and_memory_of(
     if not is_loss:
         limit = jnp.maximum(limit, 0)
     limit = typed_as(jnp.broadcast_to(limit, norm.shape), jax.typeof(norm))
-    # A rule without a memory may return () or None.
+    # Without arrays the state keeps its () or None, whichever the rule returns.
     if not jax.tree.leaves(memory):
         return limit, memory
     # `limit == limit` is False for NaN only. `~isnan` is two operations on a TPU.
@@ -306,7 +304,8 @@ limit_and_memory_of_jitted = jax.jit(
 
 
 def _checked_memory(rule: Rule, norm: Array, memory: PyTree, argument: str) -> Any:
-    """The memory, or what `init` returns if neither has arrays: `()` and None differ.
+    """The memory of the state, checked. Without arrays it becomes what `init` returns,
+    so that a state made by a rule with the memory None fits a rule with `()`.
 
     Raises:
       ValueError: the memory of another rule, or of norms of another shape. The length
@@ -314,7 +313,6 @@ def _checked_memory(rule: Rule, norm: Array, memory: PyTree, argument: str) -> A
     """
     call = argument.partition(":")[0]
     memory_of_init = _abstract_memory(rule, norm)
-    # The state of a rule without a memory fits every other rule without one.
     if not jax.tree.leaves((memory_of_init, memory)):
         return memory_of_init
     if jax.tree.structure(memory_of_init) != jax.tree.structure(memory):
@@ -323,7 +321,7 @@ def _checked_memory(rule: Rule, norm: Array, memory: PyTree, argument: str) -> A
             f"{call_name(type(rule))} remembers {_shown_memory(memory_of_init)}, and "
             f"the state has {_shown_memory(memory)}. {checks.BEGIN_ANEW}"
         )
-    # The structure is the same for any number of units.
+    # The structure does not tell how many norms a memory is for.
     for leaf in jax.tree.leaves(memory):
         if leaf.shape[: norm.ndim] != norm.shape:
             raise ValueError(
@@ -340,13 +338,13 @@ def _abstract_memory(rule: Rule, norm: Array) -> PyTree:
     A traced length of a window counts as 1, since it cannot give a shape.
     """
 
-    def without_traced_length(number: Any) -> Any:
-        is_traced = isinstance(number, Tracer) and not number.ndim
-        if is_traced and not jnp.issubdtype(number.dtype, jnp.inexact):
+    def known_length(leaf: Any) -> Any:
+        is_traced_scalar = isinstance(leaf, Tracer) and not leaf.ndim
+        if is_traced_scalar and not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return 1
-        return number
+        return leaf
 
-    rule_with_known_lengths = jax.tree.map(without_traced_length, rule)
+    rule_with_known_lengths = jax.tree.map(known_length, rule)
     return jax.eval_shape(rule_with_known_lengths.init, norm)
 
 
@@ -366,16 +364,16 @@ def checked_update(
     """
     result = rule.update(norm, memory, step, *extra_norms)
     call = call_name(type(rule))
-    # A limit alone, of two norms, would be taken apart.
+    # An array of two limits could be unpacked as well, into limit and memory.
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         raise TypeError(
             f"{call}: update must return (limit, memory), got {checks.shown(result)}."
         )
     limit, new_memory = result
     checks.check_real(f"{argument}: what a schedule or a rule returns", limit)
-    # JAX would not complain: a number for each norm broadcasts to a window for each
-    # norm, and the memory of a rule without an `init` is lost. A rule without a memory
-    # may return () or None.
+    # JAX would not complain about a wrong memory: one number for each norm broadcasts
+    # to the window of each norm, and a memory that `init` did not make is lost. `()`
+    # and None are alike: no memory.
     has_memory = bool(jax.tree.leaves((memory, new_memory)))
     if has_memory and _shapes(new_memory) != _shapes(memory):
         raise TypeError(
@@ -413,11 +411,11 @@ def extra_norms_of(rule: Rule, params_norm: Any, total_norm: Any) -> list[Any]:
 # ----------------------------------------------------- names and numbers of a rule
 
 
-def rule_named(call: str, rule_class: type[SomeRule], **numbers: Any) -> SomeRule:
-    """A rule inside a clipper: errors about its numbers name the clipper, `call`.
+def rule_for_clipper(call: str, rule_class: type[SomeRule], **numbers: Any) -> SomeRule:
+    """The rule inside a clipper. Errors about its numbers name the clipper, `call`.
 
-    Fields without a number have their defaults. The rule's own `__post_init__`, which
-    warns of limits that can only fall, does not run.
+    Fields that are not in `numbers` have their defaults. The rule's own
+    `__post_init__`, which warns of limits that can only fall, does not run.
     """
     # `__init__` would check the numbers under the name of the rule.
     rule = object.__new__(rule_class)
@@ -465,21 +463,21 @@ def is_inf(number: Number) -> bool:
     return bool(np.isinf(number).all())
 
 
-def at_step(step: Array, dtype: DTypeLike, *numbers: Number) -> list[Array]:
-    """The numbers at this step, in the dtype of the norm."""
+def numbers_at_step(step: Array, dtype: DTypeLike, *numbers: Number) -> list[Array]:
+    """The values of numbers and schedules at a step, in the dtype of the norm."""
     values = [value(step) if callable(value) else value for value in numbers]
-    # A number of a wider dtype would widen the limit, and the memory with it.
+    # A float64 number would make a limit and a memory of float64 from a float32 norm.
     return [in_norm_dtype(dtype, value) for value in values]
 
 
 def is_at_most_1(number: Any) -> bool:
-    """Whether a number of a rule is known to be at most 1. The numbers of a schedule
-    are not known, and to read an array of JAX would wait for the device.
+    """Whether a number of a rule is known to be at most 1. A schedule is not known, nor
+    is an array of JAX: to read it would wait for the device.
     """
     return isinstance(number, (int, float, np.number)) and bool(number <= 1)
 
 
-def warn_of_falling(argument: str, ratio: Any) -> None:
+def warn_if_limits_fall(argument: str, ratio: Any) -> None:
     """Warns of a ratio of at most 1, with which a limit can only fall."""
     if is_at_most_1(ratio):
         checks.warn_user(

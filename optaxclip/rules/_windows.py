@@ -23,14 +23,14 @@ from ._rule import (
     LimitAndMemory,
     Number,
     Rule,
-    at_step,
     call_name,
     choice_field,
     flag_field,
     length_field,
     number_field,
-    rule_named,
-    warn_of_falling,
+    numbers_at_step,
+    rule_for_clipper,
+    warn_if_limits_fall,
 )
 
 
@@ -38,8 +38,8 @@ from ._rule import (
 class Window(NamedTuple):
     """The last norms, in a ring."""
 
-    # float32[norm, length]: the norms. They fill it from the left, and then overwrite
-    # the oldest.
+    # float32[norm, length]: the norms fill it from the left. In a full ring each new
+    # one overwrites the oldest.
     past: Array
     seen: Array  # int32[norm]: norms remembered so far
 
@@ -79,7 +79,8 @@ def push(window: Window, norm: Array) -> Window:
     return Window(past, count_up(window.seen))
 
 
-# The last norms, by age and by size: float32[norm, length], inf where there is none.
+# The last norms in a ring, and once more sorted: float32[norm, length], with inf for
+# places that are still empty.
 QuantileMemory = tuple[Window, Array]
 
 
@@ -131,7 +132,7 @@ class WindowedQuantile(Rule):
         super().__post_init__()
         # A current norm counts as it came, and lets limits rise.
         if self.remember == "clipped" and not self.current:
-            warn_of_falling("windowed_quantile: factor", self.factor)
+            warn_if_limits_fall("windowed_quantile: factor", self.factor)
 
     def init(self, norm: Array) -> QuantileMemory:
         recent = empty_window(self, norm)
@@ -141,9 +142,9 @@ class WindowedQuantile(Rule):
     def update(
         self, norm: Array, memory: QuantileMemory, step: Array
     ) -> LimitAndMemory:
-        quantile, factor = at_step(step, norm.dtype, self.quantile, self.factor)
+        quantile, factor = numbers_at_step(step, norm.dtype, self.quantile, self.factor)
         recent, ordered = push_ordered(memory, norm) if self.current else memory
-        norm_at_quantile = interpolated(quantile, recent.seen, ordered)
+        norm_at_quantile = interpolated_quantile(quantile, recent.seen, ordered)
         limit = multiple(factor, norm_at_quantile)
         is_past_warmup = has_reached(recent.seen, self.warmup) & (recent.seen > 0)
         limit = jnp.where(is_past_warmup, limit, jnp.inf)
@@ -154,36 +155,40 @@ class WindowedQuantile(Rule):
 
 
 def push_ordered(memory: QuantileMemory, norm: Array) -> QuantileMemory:
-    """Adds a norm: the oldest leaves its place in the order, the new one takes its own.
+    """Adds a norm to the ring and to the sorted norms. The oldest leaves both.
 
-    That is one pass over the window, where sorting it would be many.
+    Only the sorted norms between the two move, by one place. That is one pass over the
+    window, where sorting it anew would be many.
     """
     recent, ordered = memory
-    new = norm[..., None]
+    new_norm = norm[..., None]
     is_full = recent.seen[..., None] >= ordered.shape[-1]
     oldest = jnp.take_along_axis(recent.past, next_place(recent), axis=-1)
-    # Until the window is full nothing leaves but an inf at the end.
+    # Until the window is full, an inf at the end leaves.
     leaving = jnp.where(is_full, oldest, jnp.inf)
     infinity = jnp.full_like(ordered[..., :1], jnp.inf)
     padded = jnp.concatenate([-infinity, ordered, infinity], axis=-1)
     previous = padded[..., :-2]
     following = padded[..., 2:]
     # 1 leaves [1, 3, 5], and 4 comes: the norms between them move down, [3, 4, 5].
-    moved_down = jnp.clip(new, ordered, following)
+    moved_down = jnp.clip(new_norm, ordered, following)
     moved_down = jnp.where(ordered < leaving, ordered, moved_down)
     # 5 leaves [1, 3, 5], and 2 comes: the norms between them move up, [1, 2, 3].
-    moved_up = jnp.clip(new, previous, ordered)
+    moved_up = jnp.clip(new_norm, previous, ordered)
     moved_up = jnp.where(ordered > leaving, ordered, moved_up)
     new_recent = push(recent, norm)
-    new_ordered = jnp.where(new < leaving, moved_up, moved_down)
+    new_ordered = jnp.where(new_norm < leaving, moved_up, moved_down)
     return new_recent, new_ordered
 
 
-def interpolated(quantile: Array, seen: Array, ordered: Array) -> Array:
-    """The quantile, between the two nearest norms."""
-    last = jnp.clip(seen, 1, ordered.shape[-1]) - 1
+def interpolated_quantile(quantile: Array, seen: Array, ordered: Array) -> Array:
+    """The quantile of the sorted norms, interpolated between the two nearest.
+
+    `seen` counts the norms that were remembered, also those that left the window.
+    """
+    last_place = jnp.clip(seen, 1, ordered.shape[-1]) - 1
     # Quantile 0 is the first of the norms, 1 the last, as in numpy.percentile.
-    place = quantile * last.astype(quantile.dtype)
+    place = quantile * last_place.astype(quantile.dtype)
 
     def norm_at(place: Array) -> Array:
         index = place.astype(jnp.int32)[..., None]
@@ -250,39 +255,38 @@ class WindowedMean(Rule):
         return empty_window(self, norm)
 
     def update(self, norm: Array, memory: Window, step: Array) -> LimitAndMemory:
-        sigmas, floor, ddof = at_step(
+        sigmas, floor, ddof = numbers_at_step(
             step, norm.dtype, self.sigmas, self.floor, self.ddof
         )
         window = push(memory, norm) if self.current else memory
         mean, deviation = mean_and_deviation(ddof, window)
         deviation = jnp.maximum(deviation, floor)
         limit = mean + multiple(sigmas, deviation)
-        # With ddof 1 a deviation takes two norms, whatever the warmup is.
+        # With a ddof of 1 a deviation needs two norms, whatever the warmup is.
         has_deviation = has_reached(window.seen, 1 + ddof)
         is_past_warmup = has_reached(window.seen, self.warmup) & has_deviation
         limit = jnp.where(is_past_warmup, limit, jnp.inf)
-        # It goes onto `memory`: `window` may have the norm already, as it came.
-        value = remembered(self.remember, norm, limit)
-        new_memory = push(memory, value)
-        return limit, new_memory
+        # Not `push(window, ...)`: with current=True the window has this norm already.
+        return limit, push(memory, remembered(self.remember, norm, limit))
 
 
 def mean_and_deviation(ddof: ArrayLike, window: Window) -> tuple[Array, Array]:
     """Mean and standard deviation of the norms in a window.
 
-    Both are taken of differences from one of the norms, divided by the largest
-    difference. So the mean of equal norms is exactly that norm and their deviation
+    One of the norms is subtracted from all, and the differences are divided by the
+    largest of them. So the mean of equal norms is exactly that norm, their deviation is
     exactly 0, and no square leaves the range.
     """
-    # An empty window counts as one norm of 0: the mean of nothing is NaN.
+    # An empty window counts as one norm of 0, since the mean of nothing is NaN.
     length = window.past.shape[-1]
     count = jnp.clip(window.seen, 1, length)[..., None]
     is_filled = place_numbers(window) < count
-    # A float32 sum of norms such as 8192 + 2^-9 would lose what they differ by.
+    # A float32 sum of norms such as 8192 and 8192 + 2^-9 would lose their difference.
     anchor = window.past[..., :1]
     differences = jnp.where(is_filled, window.past - anchor, 0.0)
     largest = jnp.max(jnp.abs(differences), axis=-1, keepdims=True)
-    # XLA multiplies with the reciprocal, which above 2^126 is flushed to 0.
+    # XLA divides by multiplying with the reciprocal. That of a divisor above 2^126 is
+    # subnormal, and flushed to 0.
     largest = jnp.minimum(largest, jnp.finfo(differences.dtype).max / 8)
     divisor = jnp.where(largest > 0, largest, 1.0)
     quotients = differences / divisor
@@ -300,14 +304,13 @@ def mean_and_deviation(ddof: ArrayLike, window: Window) -> tuple[Array, Array]:
 def skip_step_rule(call: str, sigmas: Number = 6.0, window: int | Array = 128) -> Rule:
     """The rule of `skip_step`: the first limit comes after half a window."""
     check_whole_number(f"{call}: window", window, least=2)
-    return rule_named(
+    return rule_for_clipper(
         call,
         WindowedMean,
         sigmas=sigmas,
         window=window,
         ddof=1,
-        # OLMo-core counts the current norm too, which is not in the statistic. Ours
-        # counts past norms, hence - 1.
+        # OLMo-core counts the current norm too, and we do not, hence - 1.
         warmup=window // 2 - 1,
     )
 
@@ -315,7 +318,9 @@ def skip_step_rule(call: str, sigmas: Number = 6.0, window: int | Array = 128) -
 def spike_rule(call: str, sigmas: Number, window: int | Array) -> Rule:
     """The rule of OLMo-core's spike score: a norm over its limit is a spike."""
     # Nothing is a spike before the window is full.
-    return rule_named(call, WindowedMean, sigmas=sigmas, window=window, warmup=window)
+    return rule_for_clipper(
+        call, WindowedMean, sigmas=sigmas, window=window, warmup=window
+    )
 
 
 class Growth(Rule):
@@ -359,7 +364,7 @@ class Growth(Rule):
         super().__post_init__()
         # A floor above 0 holds limits up.
         if isinstance(self.floor, (int, float, np.number)) and self.floor == 0:
-            warn_of_falling("growth: rate", self.rate)
+            warn_if_limits_fall("growth: rate", self.rate)
 
     def init(self, norm: Array) -> Array:
         # inf stands for no last norm yet.
@@ -367,14 +372,15 @@ class Growth(Rule):
 
     def update(self, norm: Array, memory: Array, step: Array) -> LimitAndMemory:
         cap = jnp.inf if self.cap is None else self.cap
-        rate, floor, cap = at_step(step, norm.dtype, self.rate, self.floor, cap)
-        # Without a last norm there is no limit, also at a rate of 0: 0 * inf is NaN.
+        rate, floor, cap = numbers_at_step(step, norm.dtype, self.rate, self.floor, cap)
+        # Without a last norm there is no limit. Then `last` is 0, since at a rate of 0
+        # the product with inf would be NaN.
         has_last = memory < jnp.inf
         last = jnp.where(has_last, memory, 0.0)
         last = jnp.maximum(last, floor)
         limit = jnp.where(has_last, multiple(rate, last), jnp.inf)
         limit = jnp.minimum(limit, cap)
-        # This is what a hard clip lets through. A rule does not know the shrink.
+        # What a hard clip would let through. A rule does not know the shrink.
         passed = jnp.minimum(norm, limit)
         # From a last norm of 0 there would be no growth.
         new_memory = jnp.where(passed > 0, passed, memory)
@@ -419,9 +425,9 @@ class QuantileTracker(Rule):
         return jnp.full_like(norm, self.start)
 
     def update(self, norm: Array, limit: Array, step: Array) -> LimitAndMemory:
-        quantile, rate = at_step(step, norm.dtype, self.quantile, self.rate)
+        quantile, rate = numbers_at_step(step, norm.dtype, self.quantile, self.rate)
         is_within = (norm <= limit).astype(norm.dtype)
-        # A limit of 0 or inf would stay for good, or become NaN.
+        # A limit of 0 or inf would stay so, or become NaN.
         info = jnp.finfo(norm.dtype)
         old_limit = jnp.clip(limit, info.tiny, info.max)
         # A step down by 1 - quantile, or up by quantile.

@@ -31,7 +31,7 @@ def test_a_moving_average_is_the_mean_until_its_reach():
 def test_an_average_is_right_at_any_share():
     for keep in (0.0, 0.25, 0.5, 0.75, 1.0):
         for old, new in ((1e8, 1.0), (1.0, 1e8), (3.0, 3.0)):
-            found = memory.between(*map(jnp.float32, (old, new, keep)))
+            found = memory.exponential_average(*map(jnp.float32, (old, new, keep)))
             np.testing.assert_allclose(found, keep * old + (1 - keep) * new, rtol=1e-6)
 
 
