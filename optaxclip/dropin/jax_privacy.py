@@ -18,6 +18,7 @@ key, sensitivity=grad.sensitivity())` reaches 11 (docs/per_example.md).
     sums of 16-bit gradients      16 bits, unless         float32, unless `dtype` says
                                   `dtype` says otherwise  otherwise
     float16, squares below 6e-8   norm 0: not clipped     the true norm, clipped
+    norm 1.8e19 or more           left out, as if broken  the true norm, clipped
     NaN or inf in a gradient      0 in their places, the  the example is left out (as
                                   rest is clipped         in jax_privacy 2.3)
     NaN or inf, nan_safe=False    NaN in their places     the whole sum is NaN
@@ -47,7 +48,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .. import per_example
-from .._arguments.checks import check_choice, check_number
+from .._arguments.checks import check_choice, check_number, check_whole_number
 from .._arguments.helpful_errors import with_helpful_errors
 from .._devices.mesh_types import varying_as_any_of
 from .._norms.norms import global_norm
@@ -217,9 +218,9 @@ def clipped_grad(
 
     Raises:
       ValueError: a limit that is negative or NaN, `normalize_by` that is not above 0,
-        or arguments that are negative, in both roles, or no batch. From the function:
-        batches of different sizes, or without examples, limits that do not fit, or a
-        loss that `jax.vmap` shows the whole batch, as in
+        `microbatch_size` below 1, or arguments that are negative, in both roles, or no
+        batch. From the function: batches of different sizes, or without examples,
+        limits that do not fit, or a loss that `jax.vmap` shows the whole batch, as in
         `optaxclip.per_example.clipped_grad`.
       TypeError: a limit that is not a number. From the function: parameters that are no
         floats, or a loss that is not one real number.
@@ -251,6 +252,8 @@ def clipped_grad(
     limits = jax.tree.leaves(l2_clip_norm, is_leaf=lambda limit: limit is None)
     for limit in limits:
         check_number("clipped_grad: l2_clip_norm", limit, is_scalar=True)
+    if microbatch_size is not None:
+        check_whole_number("clipped_grad: microbatch_size", microbatch_size)
     if not normalize_by > 0:
         raise ValueError(f"clipped_grad: {normalize_by=} must be above 0.")
     # A clipped gradient has a part for each limit, no longer than the limit, or than 1
@@ -335,7 +338,8 @@ def clipped_grad(
                 "all of these by position."
             )
         args_and_keywords = [*args, keywords]
-        size = _size_of([keywords, *(args[place] for place in batch_places)])
+        batch = [args[place] for place in batch_places]
+        size = _example_count([*batch, keywords, is_padding_example])
         for place in key_places:
             args_and_keywords[place] = jax.tree.map(
                 lambda key: jax.random.split(key, size), args[place]
@@ -374,12 +378,24 @@ def clipped_grad(
     )
 
 
-def _size_of(batch: Any) -> int:
-    """The number of examples. `per_example.clipped_grad` refuses sizes that differ, and
-    arrays without axes.
-    """
-    shapes = map(jnp.shape, jax.tree.leaves(batch))
-    return max((shape[0] if shape else 1 for shape in shapes), default=1)
+def _example_count(batch: Any) -> int:
+    """The number of examples. Raises ValueError for arrays that disagree about it."""
+    # Each size once, in the order of the arguments.
+    sizes: dict[Any, None] = {}
+    for array in jax.tree.leaves(batch):
+        shape = jnp.shape(array)
+        sizes[shape[0] if shape else "no axis"] = None
+    # `per_example.clipped_grad` would check it too, but name arguments of its own.
+    if len(sizes) != 1 or 0 in sizes or "no axis" in sizes:
+        raise ValueError(
+            "clipped_grad: the arrays of batch_argnums, the keywords and "
+            "is_padding_example must have the same size along axis 0, the number of "
+            f"examples, at least 1, got {' and '.join(map(str, sizes)) or 'none'}. An "
+            "argument that is the same for all examples is given by position, outside "
+            "of batch_argnums."
+        )
+    (size,) = sizes
+    return size
 
 
 def _root_of_squares(limits: Sequence[Any]) -> Any:

@@ -34,6 +34,9 @@ ignored and kept.
                                  tensors                  has 64 bits
     mixed dtypes in t_list       refused                  each keeps its own
     a bare tensor as t_list      TypeError                a tree of one leaf
+    a list of numbers            one tensor, but several  a tree of scalars
+                                 in t_list
+    name=                        names the operation      TypeError
     complex tensors              refused                  by modulus. clip_by_value
                                                           refuses them, since its two
                                                           bounds need an order
@@ -59,6 +62,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 from jax.core import Tracer
@@ -132,7 +136,7 @@ def clip_by_value(
 
 
 def clip_by_norm(
-    t: Tree, clip_norm: ArrayLike, axes: int | Sequence[int] | None = None
+    t: Tree, clip_norm: ArrayLike, axes: int | Sequence[int] | np.ndarray | None = None
 ) -> Tree:
     """Clips the norm of each tensor, whole or along axes: t * min(1, clip_norm / |t|).
 
@@ -140,9 +144,9 @@ def clip_by_norm(
       t: an array, or a pytree of arrays.
       clip_norm: the limit, at least 0: a number, or with `axes` an array that
         broadcasts to the norms, whose summed axes have size 1. It may be traced.
-      axes: the axes that are summed over: an int, or a list or tuple of ints. Negative
-        ones count from the end. None for all. Inside shard_map take
-        `clip_by_unitwise_norm`, which has `mesh_axes`.
+      axes: the axes that are summed over: an int, or a list, tuple, range or NumPy
+        array of ints. Negative ones count from the end. None for all. Inside shard_map
+        take `clip_by_unitwise_norm`, which has `mesh_axes`.
 
     Returns:
       `t` in its dtypes.
@@ -166,7 +170,8 @@ def clip_by_norm(
     measure: Any = norms.TensorNorm(call)
     if axes is not None:
         # A static argument of the jitted update, so a list becomes a tuple.
-        axis = tuple(axes) if isinstance(axes, (list, tuple)) else (axes,)
+        is_one = not isinstance(axes, (Sequence, np.ndarray))
+        axis = (axes,) if is_one else tuple(axes)
         entries = jax.tree.leaves_with_path(leaves_to_clip(t, call))
         for path, leaf in entries:
             axes_within(axis, f"{call}: axes", trees.path_name(path), jnp.ndim(leaf))

@@ -38,6 +38,8 @@ array is a tree.
                                                          No error where the true norm
                                                          is finite
     get_total_norm of None        an error               ignored, as in clip_grad_norm
+    complex, clip_grad_value      an error               by modulus
+    foreach=                      chooses the kernels    TypeError
     integer leaves                refused                neither measured nor clipped
                                                          by norm
     derivatives                   none: under no_grad    those of the formula

@@ -256,8 +256,21 @@ def test_only_the_sum_comes_back_where_nothing_more_is_wanted():
 
 
 def test_an_empty_batch_is_refused():
-    with pytest.raises(ValueError, match=r"at least 1, but argument .* has 0"):
+    with pytest.raises(ValueError, match="at least 1, got 0"):
         make(prng_argnum=3)(PARAMS, X[:0], Y[:0], jax.random.key(0))
+
+
+def test_a_flag_by_keyword_is_refused_with_what_to_do():
+    text = "at least 1, got 7 and no axis.* by position, outside of batch_argnums"
+    with pytest.raises(ValueError, match=text):
+        make()(PARAMS, X, Y, training=True)
+
+
+def test_errors_name_the_arguments_of_jax_privacy():
+    with pytest.raises(ValueError, match="microbatch_size must be at least 1, got 0"):
+        make(microbatch_size=0)
+    with pytest.raises(ValueError, match=r"is_padding_example .* got 7 and 3"):
+        make()(PARAMS, X, Y, is_padding_example=np.zeros(3, bool))
 
 
 def test_a_broken_example_is_left_out_unless_it_should_show():

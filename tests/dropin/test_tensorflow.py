@@ -143,6 +143,14 @@ def test_under_jit_with_a_traced_limit_the_numbers_are_the_same(function):
         close(a, b)
 
 
+@pytest.mark.parametrize("axes", [range(1, 3), np.arange(1, 3)])
+def test_axes_may_be_a_range_or_an_array(axes):
+    t = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    norms = np.sqrt(np.sum(t.astype(np.float64) ** 2, (1, 2), keepdims=True))
+    found = tensorflow_style.clip_by_norm(t, 2.0, axes=axes)
+    close(found, t * np.minimum(1, 2 / norms))
+
+
 def test_clip_gradients_by_norm_clips_before_the_optimizer():
     grads, params = tree(), jax.tree.map(jnp.zeros_like, tree())
     optimizer = tensorflow_style.clip_gradients_by_norm(optax.sgd(0.5), 1.0)
