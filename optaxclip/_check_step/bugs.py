@@ -141,13 +141,13 @@ def norms_with_copies(run: Run) -> np.ndarray:
     only of those that are split.
     """
     data_size, expert_size = run.setting.mesh_shape
-    roots = np.sqrt([data_size, expert_size, data_size * expert_size])
+    growths = np.sqrt([data_size, expert_size, data_size * expert_size])
     is_split = [any(spec) for spec in jax.tree.leaves(run.setting.specs)]
     split_norm = norm_of(run.leaf_norms[is_split])
     whole_norm = math.sqrt(run.norm**2 - split_norm**2)
-    all_repeated = [*(run.norm * roots), norm_of(run.shards)]
-    whole_repeated = np.hypot(whole_norm * roots, split_norm)
-    split_repeated = np.hypot(whole_norm, split_norm * roots)
+    all_repeated = [*(run.norm * growths), norm_of(run.shards)]
+    whole_repeated = np.hypot(whole_norm * growths, split_norm)
+    split_repeated = np.hypot(whole_norm, split_norm * growths)
     return np.hstack([all_repeated, whole_repeated, split_repeated])
 
 

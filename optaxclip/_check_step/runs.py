@@ -303,9 +303,9 @@ def _call_step(
         _placed(setting, setting.specs, weights),
         _placed(setting, setting.batch_specs, examples),
     )
-    must = "check_step: the step must return (new params or updates, norm)"
+    expected = "check_step: the step must return (new params or updates, norm)"
     if not isinstance(result, tuple) or len(result) != 2:
-        raise TypeError(f"{must}, got {shown(result)}.")
+        raise TypeError(f"{expected}, got {shown(result)}.")
     output, norm = result
     check_scalar("check_step: the norm", norm)
     shapes = jax.tree.map(jnp.shape, params)
@@ -313,7 +313,7 @@ def _call_step(
     # A FrozenDict is equal to a dict.
     if type(output) is not dict or output_shapes != shapes:
         raise ValueError(
-            f"{must}, the first in the shapes of params, {shapes}, got "
+            f"{expected}, the first in the shapes of params, {shapes}, got "
             f"{shown(output_shapes)}."
         )
     return output, norm

@@ -14,8 +14,8 @@ def clipped_share(values: np.ndarray) -> float:
     share = float(is_largest.mean())
     # Norms that are logged with few digits are often equal, also below the largest.
     _, counts = np.unique(norms[~is_largest], return_counts=True)
-    share_of_next = counts.max(initial=0) / len(norms)
-    looks_clipped = share >= 0.05 and share > 3 * share_of_next
+    largest_other_share = counts.max(initial=0) / len(norms)
+    looks_clipped = share >= 0.05 and share > 3 * largest_other_share
     return share if looks_clipped else 0.0
 
 

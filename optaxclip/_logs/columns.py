@@ -119,8 +119,8 @@ def _check_one_row_a_step(rows: Sequence[Row], step_name: str | None) -> None:
     """
     names = {name.lower(): name for row in rows[:1] for name in row}
     metric_names = [names[name] for name in NAMES_OF_METRIC if name in names]
-    is_long = step_name is not None and "value" in names and metric_names
-    if not is_long or any(map(_is_loss_or_norm, names)):
+    is_long_format = step_name is not None and "value" in names and metric_names
+    if not is_long_format or any(map(_is_loss_or_norm, names)):
         return
     metrics = {str(row.get(metric_names[0])).lower() for row in rows}
     if any(map(_is_loss_or_norm, metrics)):
@@ -141,14 +141,14 @@ def _take_out_steps(
     """Takes the column of steps out of the rows, and returns the step of each row."""
     steps: list[int] = []
     step = 0
-    steps_before = 0  # in earlier epochs
+    offset = 0  # of the current epoch
     for row in rows:
         number = _number(row.pop(step_name, None))
         # A row without a step has the step of the row before.
         if number is not None and math.isfinite(number):
-            if begins_again and steps_before + number < step:
-                steps_before = step + 1 - int(number)
-            step = steps_before + int(number)
+            if begins_again and offset + number < step:
+                offset = step + 1 - int(number)
+            step = offset + int(number)
         steps.append(step)
     return steps
 

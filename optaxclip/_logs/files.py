@@ -543,7 +543,9 @@ def _frequent_pattern(text: str) -> str:
     """
     labels = {quantity: _labels_in_text(quantity, text) for quantity in LABELS}
     # How often the most frequent label of a quantity is used.
-    uses = {name: max(counts.values(), default=0) for name, counts in labels.items()}
+    uses = {
+        quantity: max(counts.values(), default=0) for quantity, counts in labels.items()
+    }
     loss_or_norm_count = max(uses["loss"], uses["grad_norm"])
     if loss_or_norm_count == 0:
         return ""
@@ -608,8 +610,9 @@ def _steps_without_label(text: str) -> tuple[float, str]:
     patterns = [rf"\b(?P<step>\d+)/{total}\b" for total, _ in totals.most_common(5)]
     # clu prints "logging_writer.py:48] [250]".
     patterns.append(r"\] \[(?P<step>\d+)\]")
-    rises: list[tuple[float, str]] = []
+    candidates: list[tuple[float, str]] = []
     for pattern in patterns:
         steps = np.array(re.findall(pattern, text), float)
-        rises.append((np.sign(np.diff(steps)).sum(), pattern))
-    return max(rises)
+        rises = np.sign(np.diff(steps)).sum()
+        candidates.append((rises, pattern))
+    return max(candidates)

@@ -115,9 +115,10 @@ def _with_skipped_steps(log: Log, column: Column) -> Column:
     is_repeated = np.append(False, norms[1:] == norms[:-1])[: len(norms)]
     # NaN counts as longer.
     is_longer = ~(norms_of_wrapper <= norms)
-    is_old = (skipped > 0) & (is_repeated | is_longer)
+    takes_wrapper = (skipped > 0) & (is_repeated | is_longer)
     values = column.values.copy()
-    values[np.isin(column.steps, steps)] = np.where(is_old, norms_of_wrapper, norms)
+    is_in_common = np.isin(column.steps, steps)
+    values[is_in_common] = np.where(takes_wrapper, norms_of_wrapper, norms)
     return column._replace(values=values)
 
 

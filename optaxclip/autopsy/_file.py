@@ -149,8 +149,8 @@ def _path_of_process(path: Path) -> Path:
     processes = jax.process_count()
     if processes == 1:
         return path
-    suffix = f".{jax.process_index()}-of-{processes}{path.suffix}"
-    return path.with_name(path.stem + suffix)
+    ending = f".{jax.process_index()}-of-{processes}{path.suffix}"
+    return path.with_name(path.stem + ending)
 
 
 def _write(path: Path, arrays: dict[str, Any]) -> None:
@@ -182,24 +182,24 @@ def load(path: str | Path, like: PyTree = None) -> Step:
     path = Path(path)
     try:
         paths = _paths_of_processes(path)
-        arrays = _merged(paths)
+        shards = _merged(paths)
     except OSError as error:
         # The loss may open files as well. "why: " tells its errors from this one.
         raise type(error)(f"why: {error}") from None
-    header = json.loads(str(arrays.pop("header")))
+    header = json.loads(str(shards.pop("header")))
     structure = _structure(header, like)
 
     leaves = {}
     for name, row in header["leaves"].items():
         leaves[name] = np.empty(row["shape"], jnp.dtype(row["dtype"]))
     size = sum(leaf.size for leaf in leaves.values())
-    size_of_shards = sum(shard.size for shard in arrays.values())
+    size_of_shards = sum(shard.size for shard in shards.values())
     if size_of_shards != size:
         raise ValueError(
             f"why: {path} must have the files of all processes, got {len(paths)} with "
             f"{size_of_shards} of {size} numbers. Put them into one folder."
         )
-    for key, shard in arrays.items():
+    for key, shard in shards.items():
         name, bounds = json.loads(key)
         slices = tuple(slice(start, stop) for start, stop in bounds)
         leaf = leaves[name]

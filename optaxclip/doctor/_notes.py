@@ -41,7 +41,7 @@ def _notes_on_columns(run: signals.Run, unit: str) -> list[str]:
     # there are only two rows, one between them may have been damaged.
     columns = [column for column in run.looked_at if len(column.steps) > 2]
     notes += notes_on_distance(min(map(distance_of_rows, columns), default=1))
-    names_of_notes: dict[str, list[str]] = {}
+    names_by_note: dict[str, list[str]] = {}
     for column in run.looked_at:
         notes_of_column = [*column.notes]
         # With more empty cells than this a column is logged more rarely.
@@ -52,8 +52,8 @@ def _notes_on_columns(run: signals.Run, unit: str) -> list[str]:
                 "NaN."
             )
         for note in notes_of_column:
-            names_of_notes.setdefault(note, []).append(column.name)
-    for note, names in names_of_notes.items():
+            names_by_note.setdefault(note, []).append(column.name)
+    for note, names in names_by_note.items():
         notes.append(f"{quoted(names)}: {note}")
     if run.overflow_steps:
         notes.append(

@@ -258,7 +258,7 @@ def _without_consequences(findings: list[Finding], run: signals.Run) -> list[Fin
         row = rules.row_of_rise(loss.values, levels)
         risen_steps = {*loss.steps[row + rules.LONG_WINDOW // 2 :]}
     # Spikes may be named as the work of the rate, and are then no bad batches.
-    spikes_of_rate = [
+    first_steps_of_rate = [
         finding.first_steps for finding in findings if finding.cause == LEARNING_RATE
     ]
     # Any update is long beside weights that shrank to nothing.
@@ -270,10 +270,10 @@ def _without_consequences(findings: list[Finding], run: signals.Run) -> list[Fin
     for finding in findings:
         if finding.cause == LEARNING_RATE and finding.step > shrunk_step:
             continue
-        is_spike_of_others = finding.cause == BAD_BATCH and (
-            finding.step in risen_steps or finding.first_steps in spikes_of_rate
+        is_consequence = finding.cause == BAD_BATCH and (
+            finding.step in risen_steps or finding.first_steps in first_steps_of_rate
         )
-        if finding.step <= broken_step and not is_spike_of_others:
+        if finding.step <= broken_step and not is_consequence:
             kept.append(finding)
     return kept
 

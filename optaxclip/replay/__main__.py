@@ -250,8 +250,8 @@ def _at_batch(
             "optaxclip.per_example.noise_share(norms_of_parts, norm)."
         )
     _, (norms, shares) = in_common([column, share_columns[0]])
-    limit = np.inf if choice.guard is None else choice.guard.limit
-    usual_norms = np.where(norms <= limit, norms, np.nan)
+    guard = np.inf if choice.guard is None else choice.guard.limit
+    usual_norms = np.where(norms <= guard, norms, np.nan)
     ratio = norm_ratio(usual_norms, shares, options.batch, options.to)
     if isinstance(choice.rule, float):
         advice = f"start with clip_by_global_norm({ratio * choice.rule:.3g})."
