@@ -116,7 +116,8 @@ def batch_of(setting: Setting, case: str) -> Arrays:
     count = setting.mesh_shape[0] * setting.microbatches
     batch = {}
     for name, (first, other) in _two_examples(setting, case).items():
-        # In 16 bits both are equal. Then the mean of eight is exact: (9 + 7) / 8 = 2.
+        # In 16 bits `first` and `other` are equal, so the mean of eight examples is
+        # exactly (9 + 7) / 8 = 2 times one of them.
         leaf = np.stack([9.0 * first] + [other] * (count - 1))
         # The marker has no gradient. `reshape` returns a view of the leaf.
         leaf.reshape(count, -1)[:, 0] = 0.0

@@ -4,9 +4,7 @@ import numpy as np
 
 
 def clipped_share(values: np.ndarray) -> float:
-    """The share of norms that are the largest, or 0 if it is too low for norms that
-    were clipped.
-    """
+    """The share of norms that are the largest, or 0 if norms do not look clipped."""
     norms = values[np.isfinite(values) & (values > 0)]
     if len(norms) < 5:
         return 0.0
@@ -20,5 +18,5 @@ def clipped_share(values: np.ndarray) -> float:
 
 
 def are_largest(norms: np.ndarray) -> np.ndarray:
-    """Which norms are the largest, to 0.1 %: bfloat16 has two to three digits."""
+    """Which norms are within 0.1 % of the largest: bfloat16 has two to three digits."""
     return norms >= norms.max() * (1 - 1e-3)

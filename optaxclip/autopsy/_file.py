@@ -145,7 +145,7 @@ def _shards(array: jax.Array) -> Iterator[tuple[list[Any], np.ndarray]]:
 
 
 def _path_of_process(path: Path) -> Path:
-    """The path itself, or, of four processes, that of a file `step.0-of-4.npz`."""
+    """The path itself. With four processes the first one writes `step.0-of-4.npz`."""
     processes = jax.process_count()
     if processes == 1:
         return path

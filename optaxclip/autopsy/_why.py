@@ -364,8 +364,8 @@ def _examples(
     values = np.empty(count)
     for rows in microbatches:
         values[rows] = value_of(rows)
-    # A weighted mean over padding alone is 0 / 0. With other examples it is finite. If
-    # the whole batch is finite, all values that are not are of padding.
+    # A weighted mean over padding alone is 0 / 0. With other examples it is finite. So
+    # in a batch with a finite value, examples without one are padding.
     is_finite = np.isfinite(values)
     if math.isfinite(value_of_batch):
         values[~is_finite] = 0.0

@@ -222,7 +222,7 @@ class LoggedNorms(NamedTuple):
 
     @property
     def global_norms_or_totals(self) -> list[Column]:
-        """The global norms. Without any, the totals."""
+        """The totals only stand in where there are no global norms."""
         return self.global_norms or self.totals
 
 
@@ -425,7 +425,7 @@ def _recorders_of(log: Log) -> list[Recorder]:
 
 
 def _readings(name: str) -> Iterator[Reading]:
-    """A reading for each quantity in a name that stands behind "health"."""
+    """A reading for each quantity that comes after "health" in a name."""
     parts = name.split("/")
     is_behind_health = False
     for index, part in enumerate(parts):

@@ -118,7 +118,7 @@ def _print_report(options: argparse.Namespace) -> None:
 
 def _break_found_by_doctor(column: Column, findings: Sequence[Finding]) -> str | None:
     """What the doctor says of a run whose loss diverges, or whose norms grow or vanish.
-    None for other runs, and if a bad batch broke the run, against which a clip helps.
+    None for other runs. None also if a bad batch broke the run: a clip helps then.
     """
     steps_of_batches: list[int] = []
     for finding in findings:
@@ -140,7 +140,7 @@ def _choice_and_advice(
     """The clipper to take, or None, and sentences that say why. `findings` are those of
     the doctor.
     """
-    # Of other columns only the loss and the rate count.
+    # Findings in other columns count only if they are about the loss or the rate.
     findings = [
         finding
         for finding in findings
