@@ -263,15 +263,6 @@ def _run(step: Step, setting: Setting, case: str) -> Run:
     replicas_are_equal = np.array_equal(
         np.hstack(outputs), np.hstack(right_copies), equal_nan=True
     )
-    factors = []
-    for leaf_outputs, leaf_shards in zip(outputs, shards):
-        factors.append(factors_of(leaf_outputs, leaf_shards, rounding))
-    step_factors = np.stack(factors, axis=1)
-    # New params and updates of SGD have a negative factor, clipped gradients a positive
-    # one. So all factors are multiplied by the sign of the first: a leaf of the other
-    # sign stays negative.
-    step_factors *= np.copysign(1.0, step_factors[0, 0])
-
     flat_output = _flat(first_copy)
     drift = flat_output[gradient == 0.0]
     # New params hold the markers, updates hold 0.
@@ -287,11 +278,25 @@ def _run(step: Step, setting: Setting, case: str) -> Run:
         shards=np.hstack(shards),
         step_norms=step_norms[:, 0],
         update=np.where(gradient, flat_output, 0.0),
-        step_factors=step_factors,
+        step_factors=_step_factors(outputs, shards, rounding),
         drift=drift,
         update_has_nan=np.isnan(norms_of(np.hstack(outputs))),
         replicas_differ=not replicas_are_equal,
     )
+
+
+def _step_factors(
+    outputs: list[np.ndarray], shards: list[np.ndarray], rounding: float
+) -> np.ndarray:
+    """[devices, leaves]: update over gradient, or NaN."""
+    factors = []
+    for leaf_outputs, leaf_shards in zip(outputs, shards):
+        factors.append(factors_of(leaf_outputs, leaf_shards, rounding))
+    step_factors = np.stack(factors, axis=1)
+    # New params and updates of SGD have a negative factor, clipped gradients a positive
+    # one. So all factors are multiplied by the sign of the first: a leaf of the other
+    # sign stays negative.
+    return step_factors * np.copysign(1.0, step_factors[0, 0])
 
 
 def _call_step(

@@ -88,13 +88,8 @@ def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path
             "save: params, batch and state have no values inside jit. Call save "
             "outside, or by jax.debug.callback."
         )
-    moments = {}
-    # `nu` is a field of Adam's state. A weight may have this name, too.
-    for path_of_nu, nu in optax.tree.get_all_with_path(state, "nu"):
-        if isinstance(path_of_nu[-1], optax.tree_utils.NamedTupleKey):
-            moments |= by_name(nu)
+    moments = _second_moments(state)
     step = Step(params, batch, moments, metrics={})
-
     rows = {}
     arrays: dict[str, Any] = {}
     for name, leaf in by_name(step).items():
@@ -120,6 +115,16 @@ def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path
     path = _path_of_process(Path(path))
     _write(path, arrays)
     return path
+
+
+def _second_moments(state: PyTree) -> dict[str, Any]:
+    """The second moments of Adam in a state, by the name of a weight."""
+    moments = {}
+    # `nu` is a field of Adam's state. A weight may have this name, too.
+    for path, nu in optax.tree.get_all_with_path(state, "nu"):
+        if isinstance(path[-1], optax.tree_utils.NamedTupleKey):
+            moments |= by_name(nu)
+    return moments
 
 
 def _as_array(name: str, leaf: Any) -> jax.Array:
