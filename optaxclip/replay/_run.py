@@ -286,8 +286,8 @@ def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
       TypeError: a history that is not made of numbers.
 
     Example:
-      >>> for each in optaxclip.replay.suggest([1.0, 2.0, 3.0, 4.0])[:2]:
-      ...     print(each.rule, each.clip_rate, round(each.mean_factor, 4))
+      >>> for row in optaxclip.replay.suggest([1.0, 2.0, 3.0, 4.0])[:2]:
+      ...     print(row.rule, row.clip_rate, round(row.mean_factor, 4))
       optaxclip.clip_by_global_norm(2.5) 0.5 0.7292
       optaxclip.clip_by_global_norm(3.7) 0.25 0.925
     """

@@ -4,7 +4,8 @@ examples are made of:
     inputs        the data that come into each site, a
     cotangents    the cotangents of its outputs, c
 
-Outputs of sites have taps: a tap is a value whose cotangent is that of the output.
+Outputs of sites (`Site.tapped`) have taps: a tap is a value whose cotangent is that of
+the output.
 
 A value in a scan has axes for its iterations in front, the outermost scan first.
 """
