@@ -63,7 +63,7 @@ def not_finite(values: Array) -> Array:
     return np.where(np.isfinite(values), 0.0, np.inf)
 
 
-# A spike is a norm over the median of the rows before it.
+# A spike exceeds the median of the rows before it by this factor.
 LEAST_SPIKE = 15.0
 # This part of the first norms is the least that the median counts as: a network that
 # knows all its examples has norms of rounding errors.
