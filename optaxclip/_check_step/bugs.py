@@ -141,13 +141,14 @@ def norms_with_copies(run: Run) -> np.ndarray:
     only of those that are split.
     """
     data_size, expert_size = run.setting.mesh_shape
-    roots = np.sqrt([data_size, expert_size, data_size * expert_size])
+    # n equal copies make a norm sqrt(n) times as long.
+    growths = np.sqrt([data_size, expert_size, data_size * expert_size])
     is_split = [any(spec) for spec in jax.tree.leaves(run.setting.specs)]
     split_norm = norm_of(run.leaf_norms[is_split])
     whole_norm = math.sqrt(run.norm**2 - split_norm**2)
-    all_repeated = [*(run.norm * roots), norm_of(run.shards)]
-    whole_repeated = np.hypot(whole_norm * roots, split_norm)
-    split_repeated = np.hypot(whole_norm, split_norm * roots)
+    all_repeated = [*(run.norm * growths), norm_of(run.shards)]
+    whole_repeated = np.hypot(whole_norm * growths, split_norm)
+    split_repeated = np.hypot(whole_norm, split_norm * growths)
     return np.hstack([all_repeated, whole_repeated, split_repeated])
 
 
@@ -301,8 +302,8 @@ def _bug_of_direction(run: Run) -> str:
         return "own_factor" if is_multiple_in_leaves else "local_norm"
     for bug, gradients in gradients_of_bugs(run).items():
         for gradient in gradients:
-            # Some gradients are parallel to the right one in this run, such as those of
-            # parts below the limit. They explain no other direction.
+            # A multiple of the right gradient explains no other direction. In some runs
+            # a bug gives one: all parts may be below the limit.
             if np.isfinite(factors_of(gradient, run.gradient, run.rounding)):
                 continue
             # New params and updates of SGD have a negative factor.

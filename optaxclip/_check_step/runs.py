@@ -116,7 +116,8 @@ def batch_of(setting: Setting, case: str) -> Arrays:
     count = setting.mesh_shape[0] * setting.microbatches
     batch = {}
     for name, (first, other) in _two_examples(setting, case).items():
-        # In 16 bits both are equal. Then the mean of eight is exact: (9 + 7) / 8 = 2.
+        # In 16 bits `first` and `other` are equal, so the mean of eight examples is
+        # exactly (9 + 7) / 8 = 2 times one of them.
         leaf = np.stack([9.0 * first] + [other] * (count - 1))
         # The marker has no gradient. `reshape` returns a view of the leaf.
         leaf.reshape(count, -1)[:, 0] = 0.0
@@ -262,15 +263,6 @@ def _run(step: Step, setting: Setting, case: str) -> Run:
     replicas_are_equal = np.array_equal(
         np.hstack(outputs), np.hstack(right_copies), equal_nan=True
     )
-    factors = []
-    for leaf_outputs, leaf_shards in zip(outputs, shards):
-        factors.append(factors_of(leaf_outputs, leaf_shards, rounding))
-    step_factors = np.stack(factors, axis=1)
-    # New params and updates of SGD have a negative factor, clipped gradients a positive
-    # one. So all factors are multiplied by the sign of the first: a leaf of the other
-    # sign stays negative.
-    step_factors *= np.copysign(1.0, step_factors[0, 0])
-
     flat_output = _flat(first_copy)
     drift = flat_output[gradient == 0.0]
     # New params hold the markers, updates hold 0.
@@ -286,11 +278,25 @@ def _run(step: Step, setting: Setting, case: str) -> Run:
         shards=np.hstack(shards),
         step_norms=step_norms[:, 0],
         update=np.where(gradient, flat_output, 0.0),
-        step_factors=step_factors,
+        step_factors=_step_factors(outputs, shards, rounding),
         drift=drift,
         update_has_nan=np.isnan(norms_of(np.hstack(outputs))),
         replicas_differ=not replicas_are_equal,
     )
+
+
+def _step_factors(
+    outputs: list[np.ndarray], shards: list[np.ndarray], rounding: float
+) -> np.ndarray:
+    """[devices, leaves]: update over gradient, or NaN."""
+    factors = []
+    for leaf_outputs, leaf_shards in zip(outputs, shards):
+        factors.append(factors_of(leaf_outputs, leaf_shards, rounding))
+    step_factors = np.stack(factors, axis=1)
+    # New params and updates of SGD have a negative factor, clipped gradients a positive
+    # one. So all factors are multiplied by the sign of the first: a leaf of the other
+    # sign stays negative.
+    return step_factors * np.copysign(1.0, step_factors[0, 0])
 
 
 def _call_step(
@@ -303,9 +309,9 @@ def _call_step(
         _placed(setting, setting.specs, weights),
         _placed(setting, setting.batch_specs, examples),
     )
-    must = "check_step: the step must return (new params or updates, norm)"
+    expected = "check_step: the step must return (new params or updates, norm)"
     if not isinstance(result, tuple) or len(result) != 2:
-        raise TypeError(f"{must}, got {shown(result)}.")
+        raise TypeError(f"{expected}, got {shown(result)}.")
     output, norm = result
     check_scalar("check_step: the norm", norm)
     shapes = jax.tree.map(jnp.shape, params)
@@ -313,7 +319,7 @@ def _call_step(
     # A FrozenDict is equal to a dict.
     if type(output) is not dict or output_shapes != shapes:
         raise ValueError(
-            f"{must}, the first in the shapes of params, {shapes}, got "
+            f"{expected}, the first in the shapes of params, {shapes}, got "
             f"{shown(output_shapes)}."
         )
     return output, norm

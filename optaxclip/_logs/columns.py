@@ -42,15 +42,16 @@ NO_STEPS = "There is no column of steps, so rows are counted, from 0."
 # The logging interval of transformers. Steps that are further apart count environment
 # steps or tokens: CleanRL logs PPO every 512 environment steps or more.
 LARGEST_INTERVAL = 500
-# Of the rows, at least so many have an entry in a column of steps.
+# A column of steps has an entry in at least this share of the rows.
 LEAST_SHARE_OF_STEPS = 0.1
 # Names of the column that says which metric a row has, where each has its own row.
 NAMES_OF_METRIC = ("metric", "name", "key", "tag", "variable")
-# Commas between thousands. Without a point a comma may be a decimal one.
+# A number with commas between thousands. Without a decimal point behind them a comma
+# may be the decimal one.
 THOUSANDS = r"[-+]?\d{1,3}(?:,\d{3})+\.\d+"
 # Names of columns of steps, the surest first.
 STEP_NAMES = (
-    # Of optax.MultiSteps, where a row is written in every k-th step of the loop.
+    # Of optax.MultiSteps. It counts optimizer steps, and "step" those of the loop.
     "gradient_step",
     "step",
     "Step",
@@ -119,8 +120,8 @@ def _check_one_row_a_step(rows: Sequence[Row], step_name: str | None) -> None:
     """
     names = {name.lower(): name for row in rows[:1] for name in row}
     metric_names = [names[name] for name in NAMES_OF_METRIC if name in names]
-    is_long = step_name is not None and "value" in names and metric_names
-    if not is_long or any(map(_is_loss_or_norm, names)):
+    is_long_format = step_name is not None and "value" in names and metric_names
+    if not is_long_format or any(map(_is_loss_or_norm, names)):
         return
     metrics = {str(row.get(metric_names[0])).lower() for row in rows}
     if any(map(_is_loss_or_norm, metrics)):
@@ -141,14 +142,14 @@ def _take_out_steps(
     """Takes the column of steps out of the rows, and returns the step of each row."""
     steps: list[int] = []
     step = 0
-    steps_before = 0  # in earlier epochs
+    offset = 0  # of the current epoch
     for row in rows:
         number = _number(row.pop(step_name, None))
         # A row without a step has the step of the row before.
         if number is not None and math.isfinite(number):
-            if begins_again and steps_before + number < step:
-                steps_before = step + 1 - int(number)
-            step = steps_before + int(number)
+            if begins_again and offset + number < step:
+                offset = step + 1 - int(number)
+            step = offset + int(number)
         steps.append(step)
     return steps
 
@@ -264,9 +265,9 @@ def _by_step(
 
 
 def _are_nulls_nan(entries: Sequence[Entry]) -> bool:
-    """Whether there is null, and stands for NaN, as in strict JSON. If a third or more
-    of the entries up to the last number are null, it stands for an empty cell: the
-    column is logged more rarely than others.
+    """Whether null stands for NaN, as in strict JSON. If a third or more of the entries
+    up to the last number are null, it stands for an empty cell instead: the column is
+    logged more rarely than others.
     """
     if all(cell is not None for _, cell in entries):
         return False
@@ -283,9 +284,9 @@ def _are_nulls_nan(entries: Sequence[Entry]) -> bool:
 
 
 def _nulls_as_nan(entries: Sequence[Entry]) -> tuple[list[Entry], int]:
-    """Entries with NaN in the place of null, and how many of these. A step may have
-    several rows. Where one of them has a number, null in another one stays an empty
-    cell: pandas writes it in the row of an evaluation.
+    """Entries with NaN in the place of null, and how many NaN these are. A step may
+    have several rows. Where one of them has a number, null in another one stays an
+    empty cell: pandas writes it in the row of an evaluation.
     """
     new_entries: list[Entry] = []
     nans = 0
@@ -346,15 +347,15 @@ def in_common(columns: Sequence[Column]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def distance_of_rows(column: Column) -> int:
-    """How many steps a row comes after the row before. 1 if there is only one row."""
+    """The median number of steps from one row to the next. 1 for a single row."""
     if len(column.steps) < 2:
         return 1
     return int(np.median(np.diff(column.steps)))
 
 
 def logging_interval(distance: int) -> int:
-    """How many optimizer steps lie between two rows. 1 if each step is logged, or if
-    the distance counts something else.
+    """The distance of rows in optimizer steps. 1 also if it is too large for them, and
+    counts something else.
     """
     return distance if distance <= LARGEST_INTERVAL else 1
 

@@ -141,8 +141,8 @@ def _without_commas(text: str, notes: Notes) -> str:
     numbers_with_comma = [number for number in numbers if "," in number]
     if not numbers_with_comma or any("." in number for number in numbers):
         return text
-    # Where commas are decimal ones and have three digits behind them, no number is
-    # without a comma.
+    # If commas were decimal ones, with three digits behind each, all numbers would have
+    # one.
     may_be_thousands = len(numbers_with_comma) < len(numbers)
     with_thousands = re.compile(r"[1-9]\d{0,2}(,\d{3})+")
     if may_be_thousands and all(map(with_thousands.fullmatch, numbers_with_comma)):
@@ -307,7 +307,7 @@ def _columns_up_to_cut(text: str) -> Row:
     """
     # The last number, or the last name, may be cut in two.
     whole_entries, _, _ = text.rpartition(",")
-    # The cut is in a list or behind it, in the outermost dict or in one group of it.
+    # The cut is in a list or after it, in the outermost dict or in one group of it.
     for closing in ("]}", "}", "]}}", "}}"):
         with suppress(json.JSONDecodeError, RecursionError):
             return json.loads(whole_entries + closing)
@@ -459,8 +459,8 @@ LABELS = {
         r"|\|+(g|grad|gradient)\|+|grdn",
     ),
 }
-# None of these is read as a step: DeepSpeed prints the time of one, "step: 1172.5",
-# lerobot "step:2K", and tqdm "Steps: 10%".
+# Other numbers are no step: DeepSpeed prints the time of one, "step: 1172.5", lerobot
+# "step:2K", and tqdm "Steps: 10%".
 STEP_NUMBER = r"\d+\b(?!%|[.,]\d)"
 
 
@@ -468,11 +468,12 @@ def _pattern_of(column: str, label: str, lookbehind: str, text: str) -> str:
     """The simplest pattern that finds the numbers behind a label. `label` and
     `lookbehind` are patterns.
     """
-    # A simple number is tried first. Neither has the full stop at the end of a line.
-    # Only the simple one takes the word "scale" in "loss scale 65536".
+    # Both patterns of a number leave out a full stop at the end of a line. The simple
+    # one also takes words, such as "scale" in "loss scale 65536".
     simple_number = r"\S*\w"
     number = rf"(?:{THOUSANDS}\b|(?i:[-+.]*(?:\d|nan|inf)[-+.\w]*)\b)"
-    # A step has digits alone: behind the "s" of "iterations" may stand a word.
+    # A step has only digits: the label "s" also fits the end of "iterations", before a
+    # word.
     if column == "step":
         simple_number = r"\d+"
         number = STEP_NUMBER
@@ -489,11 +490,12 @@ def _pattern_of(column: str, label: str, lookbehind: str, text: str) -> str:
 
 
 def _as_pattern(label: str) -> str:
-    """The pattern of a label, with any number of blanks in it and behind it. Programs
+    """The pattern of a label, with any number of blanks in it and after it. Programs
     pad numbers with blanks: "norm=   2.5", and then "norm=1000.5".
     """
     label = label.rstrip()
-    # Behind a word at least one: "loss" would fit the beginning of Swin's "loss_scale".
+    # After a word at least one blank: "loss" would fit the beginning of Swin's
+    # "loss_scale".
     blanks = r"\s+" if label[-1].isalnum() else r"\s*"
     return re.sub(r"(\\ )+", r"\\s*", re.escape(label)) + blanks
 
@@ -547,7 +549,9 @@ def _frequent_pattern(text: str) -> str:
     """
     labels = {quantity: _labels_in_text(quantity, text) for quantity in LABELS}
     # How often the most frequent label of a quantity is used.
-    uses = {name: max(counts.values(), default=0) for name, counts in labels.items()}
+    uses = {
+        quantity: max(counts.values(), default=0) for quantity, counts in labels.items()
+    }
     loss_or_norm_count = max(uses["loss"], uses["grad_norm"])
     if loss_or_norm_count == 0:
         return ""
@@ -612,8 +616,9 @@ def _steps_without_label(text: str) -> tuple[float, str]:
     patterns = [rf"\b(?P<step>\d+)/{total}\b" for total, _ in totals.most_common(5)]
     # clu prints "logging_writer.py:48] [250]".
     patterns.append(r"\] \[(?P<step>\d+)\]")
-    rises: list[tuple[float, str]] = []
+    candidates: list[tuple[float, str]] = []
     for pattern in patterns:
         steps = np.array(re.findall(pattern, text), float)
-        rises.append((np.sign(np.diff(steps)).sum(), pattern))
-    return max(rises)
+        rises = np.sign(np.diff(steps)).sum()
+        candidates.append((rises, pattern))
+    return max(candidates)

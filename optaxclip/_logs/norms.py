@@ -89,12 +89,9 @@ def _is_other_norm(name: str, log: Log) -> bool:
         return True
     # In Loss/grad_norm, "Loss" is a group of TensorBoard. In clip/norm_before, "clip"
     # is the name of a clipper.
-    words = re.sub(
-        r"clip( \d+)?(?=( .*)? norm before)|\b(before|pre) clip(ping)?\b",
-        "",
-        _words_of(re.sub("(?i)(?<![^/ ])loss/", "", name)),
-    )
-    return OTHER_WORDS.search(words) is not None
+    words = _words_of(re.sub("(?i)(?<![^/ ])loss/", "", name))
+    clip_before = r"clip( \d+)?(?=( .*)? norm before)|\b(before|pre) clip(ping)?\b"
+    return OTHER_WORDS.search(re.sub(clip_before, "", words)) is not None
 
 
 def _with_skipped_steps(log: Log, column: Column) -> Column:
@@ -112,12 +109,13 @@ def _with_skipped_steps(log: Log, column: Column) -> Column:
     if wrapper is None or flags is None:
         return column
     steps, (norms_of_wrapper, norms, skipped) = in_common([wrapper, column, flags])
-    is_repeated = np.append(False, norms[1:] == norms[:-1])[: len(norms)]
+    is_repeated = norms == np.append(np.nan, norms)[:-1]
     # NaN counts as longer.
     is_longer = ~(norms_of_wrapper <= norms)
-    is_old = (skipped > 0) & (is_repeated | is_longer)
+    takes_wrapper = (skipped > 0) & (is_repeated | is_longer)
     values = column.values.copy()
-    values[np.isin(column.steps, steps)] = np.where(is_old, norms_of_wrapper, norms)
+    is_in_common = np.isin(column.steps, steps)
+    values[is_in_common] = np.where(takes_wrapper, norms_of_wrapper, norms)
     return column._replace(values=values)
 
 

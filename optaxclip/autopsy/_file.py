@@ -88,13 +88,8 @@ def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path
             "save: params, batch and state have no values inside jit. Call save "
             "outside, or by jax.debug.callback."
         )
-    moments = {}
-    # `nu` is a field of Adam's state. A weight may have this name, too.
-    for path_of_nu, nu in optax.tree.get_all_with_path(state, "nu"):
-        if isinstance(path_of_nu[-1], optax.tree_utils.NamedTupleKey):
-            moments |= by_name(nu)
+    moments = _second_moments(state)
     step = Step(params, batch, moments, metrics={})
-
     rows = {}
     arrays: dict[str, Any] = {}
     for name, leaf in by_name(step).items():
@@ -122,6 +117,16 @@ def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path
     return path
 
 
+def _second_moments(state: PyTree) -> dict[str, Any]:
+    """The second moments of Adam in a state, by the name of a weight."""
+    moments = {}
+    # `nu` is a field of Adam's state. A weight may have this name, too.
+    for path, nu in optax.tree.get_all_with_path(state, "nu"):
+        if isinstance(path[-1], optax.tree_utils.NamedTupleKey):
+            moments |= by_name(nu)
+    return moments
+
+
 def _as_array(name: str, leaf: Any) -> jax.Array:
     """NumPy's arrays and Python's numbers become JAX's, as under jit."""
     try:
@@ -145,12 +150,12 @@ def _shards(array: jax.Array) -> Iterator[tuple[list[Any], np.ndarray]]:
 
 
 def _path_of_process(path: Path) -> Path:
-    """The path itself, or, of four processes, that of a file `step.0-of-4.npz`."""
+    """The path itself. With four processes the first one writes `step.0-of-4.npz`."""
     processes = jax.process_count()
     if processes == 1:
         return path
-    suffix = f".{jax.process_index()}-of-{processes}{path.suffix}"
-    return path.with_name(path.stem + suffix)
+    ending = f".{jax.process_index()}-of-{processes}{path.suffix}"
+    return path.with_name(path.stem + ending)
 
 
 def _write(path: Path, arrays: dict[str, Any]) -> None:
@@ -182,24 +187,24 @@ def load(path: str | Path, like: PyTree = None) -> Step:
     path = Path(path)
     try:
         paths = _paths_of_processes(path)
-        arrays = _merged(paths)
+        shards = _merged(paths)
     except OSError as error:
         # The loss may open files as well. "why: " tells its errors from this one.
         raise type(error)(f"why: {error}") from None
-    header = json.loads(str(arrays.pop("header")))
+    header = json.loads(str(shards.pop("header")))
     structure = _structure(header, like)
 
     leaves = {}
     for name, row in header["leaves"].items():
         leaves[name] = np.empty(row["shape"], jnp.dtype(row["dtype"]))
     size = sum(leaf.size for leaf in leaves.values())
-    size_of_shards = sum(shard.size for shard in arrays.values())
+    size_of_shards = sum(shard.size for shard in shards.values())
     if size_of_shards != size:
         raise ValueError(
             f"why: {path} must have the files of all processes, got {len(paths)} with "
             f"{size_of_shards} of {size} numbers. Put them into one folder."
         )
-    for key, shard in arrays.items():
+    for key, shard in shards.items():
         name, bounds = json.loads(key)
         slices = tuple(slice(start, stop) for start, stop in bounds)
         leaf = leaves[name]

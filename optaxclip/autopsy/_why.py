@@ -24,7 +24,8 @@ import numpy as np
 from .._arguments.checks import check_whole_number, shown
 from .._arguments.functions import is_function
 from .._norms.norms import global_norm, tensor_norm
-from ._file import PyTree, Step, by_name, load
+from .._trees import PyTree
+from ._file import Step, by_name, load
 
 Loss = Callable[..., Any]
 
@@ -363,8 +364,8 @@ def _examples(
     values = np.empty(count)
     for rows in microbatches:
         values[rows] = value_of(rows)
-    # A weighted mean over padding alone is 0 / 0. With other examples it is finite. If
-    # the whole batch is finite, all values that are not are of padding.
+    # A weighted mean over padding alone is 0 / 0. With other examples it is finite. So
+    # in a batch with a finite value, examples without one are padding.
     is_finite = np.isfinite(values)
     if math.isfinite(value_of_batch):
         values[~is_finite] = 0.0
@@ -379,10 +380,10 @@ def _examples(
     median = median_low(nonzero_values) if nonzero_values.size else math.nan
     # A loss may be negative.
     is_far = values > FAR_EXAMPLE * abs(median)
-    from_the_furthest = np.argsort(-values, kind="stable")
+    furthest_first = np.argsort(-values, kind="stable")
     return Examples(
         median=float(median),
-        far=[int(index) for index in from_the_furthest if is_far[index]],
+        far=[int(index) for index in furthest_first if is_far[index]],
         value_without_far=value_of(~is_far) if is_far.any() else value_of_batch,
     )
 

@@ -74,8 +74,8 @@ ROLLBACK = "go back to a checkpoint, with a clip or a lower rate"
 SCALE_ADVICE = (
     "look at the loss scale, at sum or mean, at the number of devices, and at the data"
 )
-# Named only if another cause begins, or is worst, from ten rows before to 20 rows
-# behind: a schedule may leap too.
+# Named only if another cause begins, or is worst, from ten rows before the leap to 20
+# rows after it: the schedule of a healthy run may leap too.
 LEAP_OF_RATE = Cause(
     name=LEARNING_RATE,
     needs=signals.RATE,

@@ -8,9 +8,9 @@ from . import _rules as rules
 from . import _signals as signals
 from ._causes import BAD_BATCH, NOT_FINITE, PAGE_AT_ONE_STEP, Finding
 
-# A loss gets a note if a row is this many times as high as the rows before it, and
-# higher by this part of its whole fall.
+# A loss gets a note if a row is this many times as high as the rows before it.
 LOSS_SPIKE = 3.0
+# Such a row must also rise by more than this part of the whole fall of the loss.
 LOSS_SPIKE_OVER_FALL = 0.1
 # A loss gets a note if its last level is above this part of the level in the second
 # tenth of the log.
@@ -18,8 +18,9 @@ FLAT = 0.95
 # A norm gets a note if the largest is this many times the median.
 LARGE_NORM = 2.0
 # A norm that is never above this gets a note: Adam's epsilon alone is 1e-8 in each
-# element. So does one that is never below the other limit.
+# element.
 SMALL_NORM = 1e-6
+# A norm that is never below this gets a note.
 HUGE_NORM = 100.0
 
 
@@ -41,7 +42,7 @@ def _notes_on_columns(run: signals.Run, unit: str) -> list[str]:
     # there are only two rows, one between them may have been damaged.
     columns = [column for column in run.looked_at if len(column.steps) > 2]
     notes += notes_on_distance(min(map(distance_of_rows, columns), default=1))
-    names_of_notes: dict[str, list[str]] = {}
+    names_by_note: dict[str, list[str]] = {}
     for column in run.looked_at:
         notes_of_column = [*column.notes]
         # With more empty cells than this a column is logged more rarely.
@@ -52,8 +53,8 @@ def _notes_on_columns(run: signals.Run, unit: str) -> list[str]:
                 "NaN."
             )
         for note in notes_of_column:
-            names_of_notes.setdefault(note, []).append(column.name)
-    for note, names in names_of_notes.items():
+            names_by_note.setdefault(note, []).append(column.name)
+    for note, names in names_by_note.items():
         notes.append(f"{quoted(names)}: {note}")
     if run.overflow_steps:
         notes.append(

@@ -29,7 +29,8 @@ from ._notes import notes_of
 
 # More bad batches than this come from the data or the rate.
 MOST_ACCIDENTS = 20
-# Spikes above this multiple of the first norms are no usual gradients of new examples.
+# In a learnt task a gradient of new examples may exceed the first norms, but not by
+# more than this factor.
 MUCH_LONGER = 2.0
 
 
@@ -257,8 +258,8 @@ def _without_consequences(findings: list[Finding], run: signals.Run) -> list[Fin
         loss, levels = run.leveled_loss
         row = rules.row_of_rise(loss.values, levels)
         risen_steps = {*loss.steps[row + rules.LONG_WINDOW // 2 :]}
-    # Spikes may be named as the work of the rate, and are then no bad batches.
-    spikes_of_rate = [
+    # Spikes for which the rate is named are not named again as bad batches.
+    first_steps_of_rate = [
         finding.first_steps for finding in findings if finding.cause == LEARNING_RATE
     ]
     # Any update is long beside weights that shrank to nothing.
@@ -270,10 +271,10 @@ def _without_consequences(findings: list[Finding], run: signals.Run) -> list[Fin
     for finding in findings:
         if finding.cause == LEARNING_RATE and finding.step > shrunk_step:
             continue
-        is_spike_of_others = finding.cause == BAD_BATCH and (
-            finding.step in risen_steps or finding.first_steps in spikes_of_rate
+        is_consequence = finding.cause == BAD_BATCH and (
+            finding.step in risen_steps or finding.first_steps in first_steps_of_rate
         )
-        if finding.step <= broken_step and not is_spike_of_others:
+        if finding.step <= broken_step and not is_consequence:
             kept.append(finding)
     return kept
 
@@ -307,7 +308,7 @@ def _hits(cause: Cause, columns: tuple[Column, ...]) -> list[Hit] | None:
 
 
 def _steps_at_broken_end(columns: Sequence[Column]) -> list[int]:
-    """The steps behind the last finite row of each column."""
+    """The steps after the last finite row of each column."""
     steps: list[int] = []
     for column in columns:
         finite_rows = np.flatnonzero(np.isfinite(column.values))
@@ -318,7 +319,7 @@ def _steps_at_broken_end(columns: Sequence[Column]) -> list[int]:
 
 def _leaps_of_rate(run: signals.Run, findings: list[Finding]) -> list[Finding]:
     """The leaps of a logged learning rate that broke something: a finding begins, or is
-    worst, in the ten rows before to the 20 rows behind. Empty if there is none.
+    worst, from ten rows before to 20 rows after. Empty if there is none.
     """
     broken_steps = np.array([(finding.step, finding.worst) for finding in findings])
     hits: list[Hit] = []
@@ -380,9 +381,9 @@ def _innocent_reason(finding: Finding, run: signals.Run, log: Log) -> str | None
 
 
 def _reason_of_spikes(finding: Finding, run: signals.Run) -> str | None:
-    """That the network knows most examples, so that others stand out. None unless the
-    loss ends far below its first level, and neither the loss nor a norm with spikes is
-    much higher than in the first 20 rows.
+    """Says that the network knows most examples, so that others stand out. None unless
+    the loss ends far below its first level, and neither the loss nor a norm with spikes
+    is much higher than in the first 20 rows.
     """
     if run.leveled_loss is None:
         return None

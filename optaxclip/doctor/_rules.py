@@ -3,8 +3,8 @@
 A rule takes columns, float64[rows], and returns a number for each row, or one for all
 rows. A row shows the cause if its number is above the limit in the table of causes. NaN
 is above no limit. Rows are compared with medians of other rows, so that no spike hides
-behind another one. The table of causes (_causes.py) names the rules. Other functions
-help them.
+behind another one. The rules are the functions that the table of causes (_causes.py)
+names.
 """
 
 from typing import NamedTuple
@@ -58,52 +58,23 @@ def _shifted(values: Array) -> Array:
 
 # -------------------------------------------------------------------- loss and one norm
 
-# A spike over the median of the rows before.
-LEAST_SPIKE = 15.0
-# That median counts as at least this part of the first norms: a network that knows all
-# its examples has norms of rounding errors.
-LEAST_USUAL_NORM = 1e-6
-# A norm that has come back, over the median before the spike.
-LOW_AGAIN_OVER_USUAL = 5.0
-# A burst of bad batches has so many rows at most. Behind it the norm falls by a factor,
-# and below a multiple of the median before the burst.
-LONGEST_BURST = 100
-FALL_BEHIND_BURST = 5.0
-LEVEL_BEHIND_BURST = 15.0
-# A loss diverges if its rise exceeds these multiples of the lowest level, of the whole
-# fall (a loss near 0 may rise many times over), and of the error of a level.
-LEAST_RISE = 0.1
-LEAST_RISE_OVER_FALL = 0.01
-LEAST_RISE_OVER_ERROR = 5.0
-LEAST_ROWS_OF_LOSS = 20
-LEAST_ROWS_OF_HEIGHT = 10
-# A loss never falls if both hold, as multiples of its first losses: its lowest level is
-# above LOWEST_OVER_FIRST, and nearly all losses of its last two thirds are above
-# NEVER_FALLS. A log of few rows needs more than that.
-LOWEST_OVER_FIRST = 0.9
-NEVER_FALLS = 1.03
-NEVER_FALLS_IN_FEW_ROWS = 2.0
-BLOWN_UP = 5.0
-BLOWN_UP_AT_ONCE = 4.0  # the median of rows two to six over the first row
-# Separate spikes before a NaN that speak of the rate or the weights. One spike ends
-# where five rows show none.
-MANY_SPIKES = 5
-FEW_ROWS = 100
-STEADY_GROWTH = 1.3  # the median of a fifth of the log over the fifth before it
-# A sum of all gradients so far: the third norm over the first one, the median of all
-# over the first one, and the change from one row to the next. Gradients of batches
-# change by a tenth and more.
-GROWTH_IN_THREE_ROWS = 1.5
-GROWTH_OF_SUM = 3.0
-LARGEST_CHANGE_OF_SUM = 0.03
-LEAP = 5.0  # a level over the level five rows before, if it does not grow row by row
-SOLVED = 0.2  # the last losses over the first ones, if the task is solved
-VANISHED = 1000.0  # the first norms over the last ones, if the gradient vanishes
-SHRUNK = 10.0  # the first norm of the weights over the last one, if they shrink
-
 
 def not_finite(values: Array) -> Array:
     return np.where(np.isfinite(values), 0.0, np.inf)
+
+
+# A spike exceeds the median of the rows before it by this factor.
+LEAST_SPIKE = 15.0
+# This part of the first norms is the least that the median counts as: a network that
+# knows all its examples has norms of rounding errors.
+LEAST_USUAL_NORM = 1e-6
+# A norm below this multiple of the median before a spike has come back.
+LOW_AGAIN_OVER_USUAL = 5.0
+# A burst of bad batches has so many rows at most. After it the norm falls by a factor,
+# and below a multiple of the median before the burst.
+LONGEST_BURST = 100
+FALL_AFTER_BURST = 5.0
+LEVEL_AFTER_BURST = 15.0
 
 
 def bad_batch(norm: Array) -> Array:
@@ -116,25 +87,27 @@ def bad_batch(norm: Array) -> Array:
     low_norm = LOW_AGAIN_OVER_USUAL * usual_norm
     next_rows = _next_rows(norm, LONG_WINDOW)
     comes_back = next_rows.min(axis=1) < low_norm
-    lowest_level = _next_rows(_levels_behind_bursts(norm), LONGEST_BURST).min(axis=1)
-    burst_ends = lowest_level < LEVEL_BEHIND_BURST * usual_norm
+    log_ends = np.isinf(next_rows[:, -1])
+    lowest_level = _next_rows(_levels_after_bursts(norm), LONGEST_BURST).min(axis=1)
+    burst_ends = lowest_level < LEVEL_AFTER_BURST * usual_norm
     # Norms that grow until the log ends, or until they are NaN, are not a bad batch.
-    leaps_at_end = np.isinf(next_rows[:, -1]) & (_shifted(norm) < low_norm)
+    leaps_at_end = log_ends & (_shifted(norm) < low_norm)
     is_bad = comes_back | burst_ends | leaps_at_end
     return np.where(is_bad, norm / usual_norm, 0.0)
 
 
-def _levels_behind_bursts(norm: Array) -> Array:
-    """The median of five rows where it falls at once, as behind a burst of bad batches,
-    and inf in other rows. Behind a change of data norms fall step by step.
+def _levels_after_bursts(norm: Array) -> Array:
+    """The median of the next five rows, where it is far below that of the five rows
+    before: a burst of bad batches ends at once. inf in other rows, also after a change
+    of data, where norms fall step by step.
     """
     past = _shifted(_medians(norm, SHORT_WINDOW))
     future = _medians_ahead(norm, SHORT_WINDOW)
-    return np.where(past > FALL_BEHIND_BURST * future, future, np.inf)
+    return np.where(past > FALL_AFTER_BURST * future, future, np.inf)
 
 
 def _next_rows(values: Array, rows: int) -> Array:
-    """For each row the rows behind it. They are inf behind the end of the log."""
+    """For each row the rows after it. They are inf after the end of the log."""
     padded = np.pad(values[1:], (0, rows), constant_values=np.inf)
     return sliding_window_view(padded, rows)
 
@@ -147,6 +120,25 @@ def usual_before(values: Array) -> Array:
     usual_values = _shifted(medians_so_far)
     usual_values[1:2] = np.nan
     return usual_values
+
+
+# Rows that a loss needs for its levels, and to say that it never falls.
+LEAST_ROWS_OF_LOSS = 20
+LEAST_ROWS_OF_HEIGHT = 10
+# A loss diverges if its rise exceeds these multiples of the lowest level, of the whole
+# fall (a loss near 0 may rise many times over), and of the error of a level.
+LEAST_RISE = 0.1
+LEAST_RISE_OVER_FALL = 0.01
+LEAST_RISE_OVER_ERROR = 5.0
+# A loss never falls if both hold, as multiples of its first losses: its lowest level is
+# above LOWEST_OVER_FIRST, and nearly all losses of its last two thirds are above
+# NEVER_FALLS. A log of fewer than FEW_ROWS needs more than that.
+LOWEST_OVER_FIRST = 0.9
+NEVER_FALLS = 1.03
+NEVER_FALLS_IN_FEW_ROWS = 2.0
+FEW_ROWS = 100
+# The first row alone is the first level if the loss stays above this multiple of it.
+BLOWN_UP = 5.0
 
 
 class LossLevels(NamedTuple):
@@ -186,20 +178,15 @@ def loss_levels(loss: Array) -> LossLevels:
     above five times its first row, that row is the first level.
     """
     width = max(SHORT_WINDOW, len(loss) // 20)
-    # A thousand windows are enough: those of all rows of a long log do not fit into
-    # memory.
+    # A thousand windows are enough. All windows of a long log do not fit into memory.
     stride = max(1, len(loss) // 1000)
     windows = sliding_window_view(loss, width)[::stride]
     levels = np.median(windows, axis=1)
-    end = width + stride * int(np.argmin(levels))
-    start = max(0, end - LONG_WINDOW - 1)
-    # If two losses take turns, as in a GAN, each quantile is one of them. Of 21 rows
-    # both quantiles are entries, so nothing is interpolated.
-    low, high = np.quantile(loss[start:end], (0.2, 0.8))
-    # Then a median over many rows is no more exact than one over fifty.
-    error = (high - low) / np.sqrt(min(width, 50))
     lowest = levels.min()
+    lowest_end = width + stride * int(np.argmin(levels))
+    error = _error_of_median(loss[:lowest_end], width)
     last_low_window = np.flatnonzero(levels <= lowest + 2 * error)[-1]
+    # What nearly all losses of the last two thirds exceed.
     kept_level = np.quantile(loss[len(loss) // 3 :], 0.01)
     first = np.median(loss[:SHORT_WINDOW])
     # The steps after the first row may have blown the loss up for good.
@@ -219,9 +206,21 @@ def loss_levels(loss: Array) -> LossLevels:
     )
 
 
+def _error_of_median(loss: Array, width: int) -> float:
+    """How far chance moves the median of `width` rows, by the spread of the last 21."""
+    # If two losses take turns, as in a GAN, each quantile is one of them. Of 21 rows
+    # both quantiles are entries, so nothing is interpolated.
+    low, high = np.quantile(loss[-LONG_WINDOW - 1 :], (0.2, 0.8))
+    # Where losses take turns, a median over many rows is no more exact than over fifty.
+    return (high - low) / np.sqrt(min(width, 50))
+
+
 def height_of_loss(loss: Array) -> float:
     """The height that a loss keeps if it never falls."""
     return loss_levels(loss).kept_height
+
+
+BLOWN_UP_AT_ONCE = 4.0  # the median of rows two to six over the first row
 
 
 def blown_up_at_once(loss: Array) -> Array | float:
@@ -242,9 +241,14 @@ def blown_up_at_once(loss: Array) -> Array | float:
     return factors
 
 
+# So many separate spikes before a NaN speak of the rate or the weights. A spike ends
+# where five rows show none.
+MANY_SPIKES = 5
+
+
 def spikes_before_nan(norm: Array) -> Array | float:
-    """The rows of `bad_batch`, if the norm is NaN or inf soon after the last spike and
-    to the end, and at least MANY_SPIKES spikes are separate.
+    """The numbers of `bad_batch`, if the norm is NaN or inf soon after the last spike
+    and to the end, and at least MANY_SPIKES spikes are separate.
     """
     finite_rows = np.flatnonzero(np.isfinite(norm))
     if finite_rows.size == 0:
@@ -258,6 +262,14 @@ def spikes_before_nan(norm: Array) -> Array | float:
     spikes = 1 + np.count_nonzero(np.diff(spike_rows) > SHORT_WINDOW)
     is_soon = spike_rows.size > 0 and last_finite_row - spike_rows[-1] <= LONG_WINDOW
     return values if is_soon and spikes >= MANY_SPIKES else 0.0
+
+
+# A sum of all gradients so far: the third norm over the first one, the median of all
+# over the first one, and the change from one row to the next. Gradients of batches
+# change by a tenth and more.
+GROWTH_IN_THREE_ROWS = 1.5
+GROWTH_OF_SUM = 3.0
+LARGEST_CHANGE_OF_SUM = 0.03
 
 
 def gradients_added_up(norm: Array) -> Array | float:
@@ -298,7 +310,8 @@ def row_of_rise(loss: Array, levels: LossLevels) -> int:
     rise = levels.last - low_level
     lowest_to_come = _lowest_ahead(_medians_around(loss, LONG_WINDOW + 1))
     stays_high = lowest_to_come > low_level + rise / 4
-    # A noisy loss that leaps raises medians a few rows before the leap.
+    # A noisy loss that leaps raises medians a few rows before the leap. So the loss
+    # itself must be high as well.
     least_rise = np.clip(LEAST_RISE_OVER_ERROR * levels.error, rise / 4, rise / 2)
     heights = np.minimum(loss, _medians_around(loss, SHORT_WINDOW))
     is_high = heights > low_level + least_rise
@@ -322,6 +335,9 @@ def _medians_around(values: Array, rows: int) -> Array:
     return np.nanmedian(sliding_window_view(padded, rows), axis=1)
 
 
+LEAP = 5.0  # a level over the level five rows before, if it does not grow row by row
+
+
 def leap_of_rate(rate: Array) -> Array:
     """The rate over that of the row before, or over the median of up to 20 rows before
     if that is higher. A linear warm-up from 0 stays below LEAP. 0 in the first two
@@ -329,6 +345,9 @@ def leap_of_rate(rate: Array) -> Array:
     """
     factors = rate / np.maximum(usual_before(rate), _shifted(rate))
     return np.where(np.isfinite(factors), factors, 0.0)
+
+
+STEADY_GROWTH = 1.3  # the median of a fifth of the log over the fifth before it
 
 
 def growth(values: Array) -> Array | float:
@@ -343,6 +362,9 @@ def growth(values: Array) -> Array | float:
     if second_level == 0 or not np.all(factors > STEADY_GROWTH):
         return 0.0
     return _kept_levels(values) / second_level
+
+
+SHRUNK = 10.0  # the first norm of the weights over the last one, if they shrink
 
 
 def shrinking(weights: Array) -> Array | float:
@@ -369,6 +391,10 @@ def _kept_levels(values: Array) -> Array:
     return _lowest_ahead(_medians(values, SHORT_WINDOW))
 
 
+SOLVED = 0.2  # the last losses over the first ones, if the task is solved
+VANISHED = 1000.0  # the first norms over the last ones, if the gradient vanishes
+
+
 def vanishing(norm: Array, loss: Array) -> Array | float:
     """The first norms over the median of five rows, if the last norms are low and the
     loss does not fall as well.
@@ -391,9 +417,10 @@ def vanishing(norm: Array, loss: Array) -> Array | float:
 # --------------------------------------------------------------------- change of scale
 
 LEAP_OVER_NOISE = 3.7  # of log(norm)
-LASTING_PART = 0.6  # of a leap: what is left of it in the median of all rows behind
-# How far the rise of log(loss) may be from 0 or from the rise of log(norm). More is
-# allowed if the loss is noisy, but never more than this part of the rise of log(norm).
+LASTING_PART = 0.6  # of a leap: the median of all rows after it must keep so much
+# The rise of log(loss) may be so far from 0, or from the rise of log(norm). It may be
+# further if the loss is noisy, but never by more than this part of the rise of
+# log(norm).
 LOSS_TOLERANCE = 0.3
 
 
@@ -435,7 +462,7 @@ def growth_of_scale(norm: Array, loss: Array | None = None) -> Array | float:
     if row == 0:
         return 0.0
     change = _change_at(logs, row)
-    # Growth step by step, before or behind the row, is not part of the leap.
+    # Growth step by step, before or after the row, is not part of the leap.
     leap = change.rise - max(0.0, change.drift)
     # All rows after it must be higher too: a norm that only comes back to its usual
     # value is no leap.

@@ -96,10 +96,10 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     # qk_clip names logits like norms.
     norms = _logged_norms(_without(logits, log))
     recorders = _recorders_of(log)
-    recorded = _recorded(recorders)
+    recorded = _columns_of_recorders(recorders)
     # Recorders repeat the norms of a clipper or the loop, so theirs come second.
-    gradient_norms = norms.norms_of_all or recorded.gradient_norms
-    loss = _loss_of(log, loss_name, norms.global_norms)
+    gradient_norms = norms.global_norms_or_totals or recorded.gradient_norms
+    loss = _chosen_loss(log, loss_name, norms.global_norms)
     columns_of_loss = [] if loss is None else [loss]
     tensor_norms = chain(norms.tensor_norms, *recorded.inputs_of_need[GRADIENTS])
     norms_without_overflows, overflow_steps = _all_without_overflows(
@@ -112,7 +112,9 @@ def run_of(log: Log, loss_name: str | None) -> Run:
         LOSS_OR_NORM: _one_by_one([*columns_of_loss, *norms_without_overflows]),
         **_inputs_of_loss(loss, gradient_norms),
         NORM: _one_by_one(gradient_norms),
-        EVERY_NORM: _one_by_one([*norms.norms_of_all, *recorded.gradient_norms]),
+        EVERY_NORM: _one_by_one(
+            [*norms.global_norms_or_totals, *recorded.gradient_norms]
+        ),
         LOGITS: _one_by_one(logits),
         RATE: _one_by_one(columns_named(NAME_OF_RATE, log)),
         CLIP: clips,
@@ -162,7 +164,7 @@ def _inputs_of_loss(
     }
 
 
-def _loss_of(log: Log, name: str | None, norms: Sequence[Column]) -> Column | None:
+def _chosen_loss(log: Log, name: str | None, norms: Sequence[Column]) -> Column | None:
     """The column of the loss. Without a name it is the training loss. A log without
     this and without norms may have the loss of a validation. None if there is no loss.
     """
@@ -219,8 +221,8 @@ class LoggedNorms(NamedTuple):
     totals: list[Column]  # of all tensors together, from the norms of tensors
 
     @property
-    def norms_of_all(self) -> list[Column]:
-        """The global norms. Without any, the totals."""
+    def global_norms_or_totals(self) -> list[Column]:
+        """The totals only stand in where there are no global norms."""
         return self.global_norms or self.totals
 
 
@@ -361,7 +363,7 @@ class Recorder(NamedTuple):
         return [total_of(self.name, list(table.values()))] if table else []
 
 
-class Recorded(NamedTuple):
+class RecorderColumns(NamedTuple):
     """The columns of all recorders."""
 
     gradient_norms: list[Column]  # of all tensors together
@@ -369,9 +371,9 @@ class Recorded(NamedTuple):
     inputs_of_need: dict[str, RuleInputs]  # of needs that only recorders meet
 
 
-def _recorded(recorders: Sequence[Recorder]) -> Recorded:
+def _columns_of_recorders(recorders: Sequence[Recorder]) -> RecorderColumns:
     """The columns of all recorders, by what they are and by what rules need."""
-    recorded = Recorded([], [], {need: [] for need in NEEDS_OF_RECORDER})
+    recorded = RecorderColumns([], [], {need: [] for need in NEEDS_OF_RECORDER})
     inputs = recorded.inputs_of_need
     for recorder in recorders:
         norms = recorder.total_or_largest("norm")
@@ -423,7 +425,7 @@ def _recorders_of(log: Log) -> list[Recorder]:
 
 
 def _readings(name: str) -> Iterator[Reading]:
-    """A reading for each quantity in a name that stands behind "health"."""
+    """A reading for each quantity that comes after "health" in a name."""
     parts = name.split("/")
     is_behind_health = False
     for index, part in enumerate(parts):

@@ -76,7 +76,8 @@ class AuxiliaryOutput(NamedTuple):
     aux: Any  # [batch, ...]
 
 
-# By identity, since JAX hashes functions, and a limit may be an array, which has none.
+# Compared by identity: JAX hashes functions, and a limit may be an array, which has no
+# hash.
 @dataclass(frozen=True, eq=False)
 class BoundedSensitivityCallable:
     """A function, and how much one example can change its result.
@@ -316,7 +317,8 @@ def clipped_grad(
         # whether it returns its argument, and what its results look like. It may write
         # to the tree, so it gets a copy.
         direction = pre_clipping_transform(jax.tree.map(lambda x: x, params))
-        if _identity_of(direction) == _identity_of(params):
+        is_same_tree = _identity_of(direction) == _identity_of(params)
+        if is_same_tree:
             grad = make_clipped_grad(loss, argnums=argnums, shared_argnums=shared)
             return grad(*args_and_keywords, mask=mask)
         # Behind the direction all arguments are one place further.

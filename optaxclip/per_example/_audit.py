@@ -18,7 +18,7 @@ from jax.tree_util import keystr
 from .._trees import PyTree
 from ._noise import sum_in
 
-TRIED = 16  # examples, and tokens of each array
+MOST_TRIED = 16  # examples, and tokens of each array
 
 
 class Sensitivity(NamedTuple):
@@ -120,16 +120,16 @@ def _examples_to_try(batch: PyTree) -> Iterator[tuple[str, list[Array]]]:
     """
     entries = jax.tree.leaves_with_path(batch)
     arrays = [array for _, array in entries]
-    for index in range(min(TRIED, len(arrays[0]))):
+    for index in range(min(MOST_TRIED, len(arrays[0]))):
         yield f"example {index}", [array[index] for array in arrays]
-    alike = []
+    constant_rows = []
     for array in arrays:
         first = array[0]
         if first.ndim:
             # Its first position, at all positions
             first = jnp.broadcast_to(first[:1], first.shape)
-        alike.append(first)
-    yield "all positions alike", alike
+        constant_rows.append(first)
+    yield "all positions alike", constant_rows
     random = np.random.default_rng(0)
     for index, (path, array) in enumerate(entries):
         replacements: dict[str, np.ndarray] = {}
@@ -138,14 +138,14 @@ def _examples_to_try(batch: PyTree) -> Iterator[tuple[str, list[Array]]]:
         elif jnp.issubdtype(array.dtype, jnp.integer):
             replacements = _tokens_to_try(array, random)
         for pattern, replacement in replacements.items():
-            rows = list(alike)
+            rows = list(constant_rows)
             rows[index] = jnp.asarray(replacement, array.dtype)
             yield f"{pattern} in batch{keystr(path)}", rows
 
 
 def _tokens_to_try(array: Array, random: np.random.Generator) -> dict[str, np.ndarray]:
     """For integers, one token of the batch at all positions, by names of patterns."""
-    chosen = random.permutation(np.unique(array))[:TRIED]
+    chosen = random.permutation(np.unique(array))[:MOST_TRIED]
     shape = array.shape[1:]
     return {str(token): np.full(shape, token) for token in chosen}
 

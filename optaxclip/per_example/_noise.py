@@ -168,12 +168,12 @@ def noisy_leaf(leaf: Array, sigma: Array, key: Array) -> Array:
         # numbers are folded in: devices (0, 1) and (1, 0) would draw the same noise.
         key = jax.random.fold_in(key, lax.axis_index(mesh_axes))
     real_key, imaginary_key = jax.random.split(key)
-    wide = leaf.astype(np.promote_types(leaf.dtype, np.float32))
+    wide_leaf = leaf.astype(np.promote_types(leaf.dtype, np.float32))
     if jnp.iscomplexobj(leaf):
         noisy = lax.complex(
-            with_grid_noise(wide.real, sigma, real_key),
-            with_grid_noise(wide.imag, sigma, imaginary_key),
+            with_grid_noise(wide_leaf.real, sigma, real_key),
+            with_grid_noise(wide_leaf.imag, sigma, imaginary_key),
         )
     else:
-        noisy = with_grid_noise(wide, sigma, real_key)
+        noisy = with_grid_noise(wide_leaf, sigma, real_key)
     return noisy.astype(leaf.dtype)

@@ -33,8 +33,9 @@ class ExampleResults(NamedTuple):
 
 
 class BatchRun(NamedTuple):
-    """The clipping of one batch on a device. Both methods return the weighted sums of
-    the gradients, one for each parameter, and the results of the examples.
+    """The clipping of one batch on a device. `in_one_pass` and `run_steps` return the
+    weighted sums of the gradients, one for each parameter, and the results of the
+    examples.
     """
 
     problem: TracedProblem
@@ -169,8 +170,7 @@ def _plus(total: Array, term: Array) -> Array:
 
 
 def even_width(size: int, max_width: int) -> int:
-    """The smallest width of microbatches that are as few as with the width
-    `max_width`.
+    """The smallest width with which microbatches are as few as with `max_width`.
 
     32 examples with at most 9 are four microbatches of 8, not of 9, 9, 9 and 5.
     """

@@ -122,7 +122,7 @@ def _print_report(options: argparse.Namespace) -> None:
 
 def _break_found_by_doctor(column: Column, findings: Sequence[Finding]) -> str | None:
     """What the doctor says of a run whose loss diverges, or whose norms grow or vanish.
-    None for other runs, and if a bad batch broke the run, against which a clip helps.
+    None for other runs. None also if a bad batch broke the run: a clip helps then.
     """
     steps_of_batches: list[int] = []
     for finding in findings:
@@ -144,7 +144,7 @@ def _choice_and_advice(
     """The clipper to take, or None, and sentences that say why. `findings` are those of
     the doctor.
     """
-    # Of other columns only the loss and the rate count.
+    # Findings in other columns count only if they are about the loss or the rate.
     findings = [
         finding
         for finding in findings
@@ -254,8 +254,8 @@ def _at_batch(
             "optaxclip.per_example.noise_share(norms_of_parts, norm)."
         )
     _, (norms, shares) = in_common([column, share_columns[0]])
-    limit = np.inf if choice.guard is None else choice.guard.limit
-    usual_norms = np.where(norms <= limit, norms, np.nan)
+    guard = np.inf if choice.guard is None else choice.guard.limit
+    usual_norms = np.where(norms <= guard, norms, np.nan)
     ratio = norm_ratio(usual_norms, shares, options.batch, options.to)
     if isinstance(choice.rule, float):
         advice = f"start with clip_by_global_norm({ratio * choice.rule:.3g})."

@@ -103,8 +103,8 @@ def choice_of(column: Column, every: int) -> Choice | None:
 
 
 def how_it_broke(column: Column) -> str | None:
-    """Says what norms are from some step to the end, if the run broke: NaN or inf, 0,
-    or mostly so long that no guard clips about 1 %. None for other runs.
+    """Says how norms end, if the run broke: as NaN or inf, as 0, or mostly so long that
+    no guard clips about 1 %. None for other runs.
     """
     is_norm = np.isfinite(column.values) & (column.values > 0)
     first_broken = np.flatnonzero(is_norm).max(initial=-1) + 1
@@ -118,7 +118,7 @@ def how_it_broke(column: Column) -> str | None:
         return None
     usual_norm = np.median(norms)
     early = np.median(norms[: len(norms) // 5])
-    # A run that broke in its first half has the median of its broken norms.
+    # If the run broke in its first half, this is the median of broken norms.
     if usual_norm > MAX_GUARD_IN_MEDIANS * early:
         usual_norm = early
     is_long = column.values > MAX_GUARD_IN_MEDIANS * usual_norm

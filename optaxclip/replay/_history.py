@@ -19,7 +19,7 @@ ADVICE_BESIDE_HEALTH = (
     "optaxclip.record_norm() before it in the optimizer"
 )
 # How to name a column, for errors of the command and of `read_history`.
-CHOICE = "--column NAME (in Python: column=NAME)"
+COLUMN_OPTION = "--column NAME (in Python: column=NAME)"
 
 
 def read_history(
@@ -92,7 +92,7 @@ def columns_of(log: Log, name: str | None, call: str) -> list[Column]:
                 advice = ADVICE_BESIDE_HEALTH
             sentences = [
                 f"{call}: this file has no gradient norm. {advice}. It has the columns "
-                f"{names}. If one of them is a norm, name it with {CHOICE}.",
+                f"{names}. If one of them is a norm, name it with {COLUMN_OPTION}.",
                 # Such as the pattern of a text.
                 *log.notes,
             ]
@@ -101,8 +101,8 @@ def columns_of(log: Log, name: str | None, call: str) -> list[Column]:
         column = column_called(name, log)
         if column is None:
             raise ValueError(
-                f"{call}: this file has no column {name!r}. Name one with {CHOICE}: it "
-                f"has {names}."
+                f"{call}: this file has no column {name!r}. Name one with "
+                f"{COLUMN_OPTION}: it has {names}."
             )
         columns = [column]
     for column in columns:

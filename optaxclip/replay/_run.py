@@ -286,8 +286,8 @@ def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
       TypeError: a history that is not made of numbers.
 
     Example:
-      >>> for each in optaxclip.replay.suggest([1.0, 2.0, 3.0, 4.0])[:2]:
-      ...     print(each.rule, each.clip_rate, round(each.mean_factor, 4))
+      >>> for row in optaxclip.replay.suggest([1.0, 2.0, 3.0, 4.0])[:2]:
+      ...     print(row.rule, row.clip_rate, round(row.mean_factor, 4))
       optaxclip.clip_by_global_norm(2.5) 0.5 0.7292
       optaxclip.clip_by_global_norm(3.7) 0.25 0.925
     """
@@ -307,8 +307,8 @@ def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
 
 
 def _with_a_guard(limits: list[Suggestion], max_guard: float) -> list[Suggestion]:
-    """Marks the limit that clips nearest to 1 % of the steps, up to `max_guard`. None
-    if all of them clip many steps.
+    """Marks the limit that clips nearest to 1 % of the steps, up to `max_guard`. Marks
+    no limit if all of them clip many steps.
     """
     possible_guards = [row for row in limits if row.limit <= max_guard]
     # If norms have few digits, the quantile of 99 % may be the largest norm.
@@ -415,7 +415,7 @@ def spike_score(
         )
     values = jnp.stack(arrays, axis=1)
     rule = spike_rule(call, sigmas, window)
-    # Also a loss of 0 or below is remembered.
+    # `is_loss`: a loss of 0 or below is remembered, too.
     limits = limits_over(rule, values, argument=call, is_loss=True)
     spiked = (values > limits) | ~jnp.isfinite(values)
     # A step at which norm and loss both stand out counts once.

@@ -4,7 +4,8 @@ examples are made of:
     inputs        the data that come into each site, a
     cotangents    the cotangents of its outputs, c
 
-Each output of a site has a tap: a value whose cotangent is the cotangent of the output.
+Outputs of sites (`Site.tapped`) have taps: a tap is a value whose cotangent is that of
+the output.
 
 A value in a scan has axes for its iterations in front, the outermost scan first.
 """
@@ -82,7 +83,7 @@ def capture(
 def _run(
     program: SplitProgram, args: Sequence[Any], taps: Taps, example_zero: Array
 ) -> tuple[list[Any], dict[int, list[Any]]]:
-    """Runs a program, with a tap at each output of a site that has one.
+    """Runs a program, with its taps at the outputs of its sites.
 
     Args:
       program: the program.

@@ -12,8 +12,8 @@ Flags = list[bool]
 class Flow(NamedTuple):
     """How a backward pass goes through an equation."""
 
-    # For each output, whether it has a cotangent: a carry also if the next iteration
-    # has one
+    # For each output, whether it has a cotangent. A carry has one also if the next
+    # iteration needs it.
     from_outputs: Flags
     to_inputs: Flags  # for each input, whether it gets one
 
@@ -65,7 +65,8 @@ def _backward_through_scan(eqn: JaxprEqn, has_cotangent: Flags) -> Flow:
         _, to_inputs = backward_through(body_of(eqn), has_cotangent)
         # A carry that one iteration needs comes out of the iteration before.
         to_carries = to_inputs[consts : consts + carries]
-        carry_flags = [a or b for a, b in zip(has_cotangent, to_carries)]
-        if carry_flags == has_cotangent[:carries]:
+        from_carries = has_cotangent[:carries]
+        carry_flags = [a or b for a, b in zip(from_carries, to_carries)]
+        if carry_flags == from_carries:
             return Flow(has_cotangent, to_inputs)
         has_cotangent = [*carry_flags, *has_cotangent[carries:]]

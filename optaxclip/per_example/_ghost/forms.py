@@ -52,8 +52,8 @@ class Form(NamedTuple):
     positions: int
     # From inputs and cotangent of one example, in one iteration of a scan
     outer_products: Callable[..., OuterProducts]
-    # Of a convolution. Each group has a part of the columns, and its own matrix in the
-    # stack of the outer products.
+    # Of a convolution: its columns are split among so many groups, each of which is a
+    # matrix of its own in the stack.
     feature_groups: int = 1
 
 

@@ -53,7 +53,7 @@ class Layout(NamedTuple):
     be added up.
     """
 
-    reshapes: tuple[Any, ...]  # of the view that the operand is
+    reshapes: tuple[Any, ...]  # from the parameter to the operand, as in `View`
     feature_groups: int  # of a convolution
     # The axes of the parameter that are the stack, rows and columns
     stack: tuple[int, ...]
@@ -95,7 +95,7 @@ class Matrix(NamedTuple):
 
     @property
     def shape(self) -> MatrixShape:
-        """Its shape in its form, before it is transposed."""
+        """Its shape as `form` reads it, also if `is_transposed`."""
         form = self.form
         rows = size_along(self.operand.shape, form.rows)
         columns = size_along(self.operand.shape, form.columns) // form.feature_groups

@@ -122,11 +122,11 @@ def norms_by_gram(products: list[OuterProducts], roundings: int | None) -> NormS
         |G|^2 = sum_ts (a_t . a_s)(c_t . c_s)      Li et al., 2022
         |G| <= sum_t |a_t| |c_t|
 
-    With `roundings`, how many a square has at most, a gradient is at most 1 + e times
-    as long as its norm, with the error e of `../_bounds`. A CPU then adds up in
-    float64. Elsewhere the norm is rounded up by the most that its additions may lose,
-    in whatever order they are made. Where squares would leave the range of the dtype,
-    the bound is the norm.
+    `roundings` is how many roundings a square has at most, and None for a mean. If it
+    is given, a gradient is at most 1 + e times as long as its norm, with the error e of
+    `_bounds.py`: a CPU adds up in float64. Elsewhere the norm is rounded up by the most
+    that its additions may lose, in whatever order they are made. Where squares would
+    leave the range of the dtype, the bound is the norm.
     """
     terms = _gram_terms(products)
     bounds = _term_bounds(terms)
@@ -143,6 +143,7 @@ def norms_by_gram(products: list[OuterProducts], roundings: int | None) -> NormS
     norms = jnp.where(is_in_range, roots, bounds)
     term_bounds = bounds
     if not roundings:
+        # `_norms_of_examples` divides every bound by MAX_CANCELLATION.
         term_bounds = bounds * (MAX_CANCELLATION / MAX_CANCELLATION_IN_MEANS)
     return NormSource(norms, term_bounds)
 
@@ -215,8 +216,7 @@ def _squares_are_in_range(terms: GramTerms, bounds: Array) -> Array:
     # for R, K up to 2^24. That is below eps / 2 of the square of a bound that exceeds
     # 2^13 sqrt(2 tiny / eps) (A + 2^-13 P).
     smallest = 2.0**13 * float(2 * info.tiny / info.eps) ** 0.5
-    size = total + 2.0**-13 * position_count
-    is_large_enough = bounds > smallest * size
+    is_large_enough = bounds > smallest * (total + 2.0**-13 * position_count)
     largest = float(info.max) ** 0.5
     is_small_enough = jnp.maximum(bounds, total) < largest
     return is_large_enough & is_small_enough
@@ -266,9 +266,8 @@ def _squares(terms: GramTerms, dtype: Any) -> Array:
     # Selected, since beside a cotangent of 0 the product of inputs may be inf.
     has_part = terms.has_part
     pair_has_part = has_part[..., :, None] & has_part[..., None, :]
-    # (a_t . a_s)(c_t . c_s)
-    products = products_of_a * products_of_c
-    return _sum_per_example(jnp.where(pair_has_part, products, 0))
+    terms_of_pairs = products_of_a * products_of_c
+    return _sum_per_example(jnp.where(pair_has_part, terms_of_pairs, 0))
 
 
 def _inner_products(a: Array) -> Array:

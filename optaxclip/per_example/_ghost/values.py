@@ -49,8 +49,8 @@ WIDENED = {
 
 
 class View(NamedTuple):
-    """How a value is a rearranged parameter, or the slice of one that a scan takes in
-    one iteration.
+    """How a value is made by rearranging a parameter, or the slice of it that a scan
+    takes in one iteration.
     """
 
     # The reshapes and slices from the parameter to the value, each with its options and

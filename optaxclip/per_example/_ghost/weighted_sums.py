@@ -49,9 +49,9 @@ def _weighted(
     a = jnp.where(along_batch(factors.is_counted, a), a, 0)
     c = jnp.where(along_batch(factors.is_counted, c), c, 0)
     weighted_c = times_square(c.astype(dtype), along_batch(factors.roots, c))
-    # A factor above 1 may make inf of a cotangent, and beside an input of 0 that would
-    # be NaN. Cut, it only makes the example shorter, since the norm of so large numbers
-    # counts no cancellation (docs/numerics.md).
+    # A factor above 1 may make a cotangent inf, and inf times an input of 0 is NaN. The
+    # largest number in its place only makes the example shorter: norms of so large
+    # numbers count no cancellation (docs/numerics.md).
     largest = jnp.finfo(dtype).max
     weighted_c = jnp.clip(weighted_c, -largest, largest)
     weighted_c *= along_batch(factors.inverse_divisor, c).astype(dtype)
