@@ -42,7 +42,8 @@ def check_optimizer(
     """Raises for an optimizer that does not treat each leaf of a stack by itself.
     Leaves outside of stacks are updated together, and may be mixed.
 
-    Warns of an optimizer that looks at all numbers of a leaf together.
+    Warns of an optimizer that looks at several numbers of a leaf together, which may
+    be of several layers.
 
     Raises:
       TypeError: its update needs further arguments, or fails if some leaves have no
@@ -101,9 +102,11 @@ def check_optimizer(
 
     if names_of_reduced:
         warnings.warn(
-            f"release: optimizer looks at all numbers of {listed(names_of_reduced)} "
-            "together. Here it sees one layer at a time, so that the run is not that "
-            "of the usual step, but of one with a list of layers in place of a stack.",
+            "release: optimizer looks at several numbers of "
+            f"{listed(names_of_reduced)} together. Here it sees one layer at a time. "
+            "If it joins numbers of several layers in the usual step, the run is not "
+            "that of the usual step, but of one with a list of layers in place of a "
+            "stack.",
             stacklevel=3,
         )
 

@@ -224,7 +224,7 @@ def test_what_looks_across_a_leaf_warns_and_sees_one_layer(name):
     optimizer = ACROSS[name]
     rows = {"w": PARAMS["layers"]["w"]}
     trainer = release(row_loss, optimizer)
-    with pytest.warns(UserWarning, match="optimizer looks at all numbers of 'w'"):
+    with pytest.warns(UserWarning, match="optimizer looks at several numbers of 'w'"):
         state = trainer.init(rows, X)
     step = jax.jit(trainer.step)
 
@@ -338,8 +338,22 @@ def test_hyperparameters_that_are_numbers_keep_the_dtypes_of_moments():
 
 
 def test_muon_looks_across_the_layers_of_a_vector():
-    with pytest.warns(UserWarning, match="all numbers of 'layers/bias' together"):
+    with pytest.warns(UserWarning, match="several numbers of 'layers/bias' together"):
         release(loss, optax.contrib.muon(0.01)).init(PARAMS, X)
+
+
+def test_muon_with_its_axes_is_the_usual_run():
+    """It looks at numbers of one layer, so the warning says "if"."""
+    axes = optax.contrib.MuonDimensionNumbers(1, 2)
+    muon = optax.contrib.muon(0.01, muon_weight_dimension_numbers={"w": axes})
+    params = {"w": PARAMS["layers"]["w"]}
+    trainer = release(row_loss, muon)
+    with pytest.warns(UserWarning, match="If it joins numbers of several layers"):
+        state = trainer.init(params, X)
+    found, _, _ = jax.jit(trainer.step)(params, state, X)
+    grads = jax.grad(row_loss)(params, X)
+    updates, _ = muon.update(grads, muon.init(params), params)
+    assert_close(found, optax.apply_updates(params, updates), 1e-5)
 
 
 def row_loss(params, x):
