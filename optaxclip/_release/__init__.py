@@ -79,8 +79,9 @@ def release(
         step if the norm is NaN or inf. None: no limit.
       passes: how many backward passes a step takes, 1 or 2.
       trainable: which leaves are trained, as optax masks: True, a tree prefix of params
-        with True and False, or a function from params to one. Leaves that are neither
-        float nor complex never are. The optimizer sees None in place of the others.
+        with True and False, or a function from params to one. Leaves without elements,
+        and leaves that are neither float nor complex, never are. The optimizer sees
+        None in place of leaves that are not trained.
       nonfinite: what `max_norm` makes of a norm that is NaN or inf: "propagate" makes
         the gradients NaN, "zero" zero, "raise" is a `checkify.check`. With one pass
         only the layer whose norm is broken is replaced. The layers above it have been

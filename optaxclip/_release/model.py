@@ -11,6 +11,7 @@ from jax.extend.core import JaxprEqn
 from jax.tree_util import keystr
 
 from .._arguments.checks import check_flag
+from .._arguments.functions import is_function
 from .._arguments.prefixes import for_each_leaf
 from .._jaxpr import run_equations
 from .._trees import PyTree, leaf_paths, leaves_to_clip, path_name
@@ -126,7 +127,7 @@ def _trained_weights(params: PyTree, trainable: PyTree) -> Entries:
     """The leaves that are trained: float or complex, not empty, and not masked."""
     # Raises for a leaf that is not an array, with its name.
     leaves_to_clip(params, "release: params")
-    mask = trainable(params) if callable(trainable) else trainable
+    mask = trainable(params) if is_function(trainable) else trainable
     flags = for_each_leaf(mask, params, "release: trainable")
     trained = {}
     for (path, array), flag in zip(arrays_by_path((params,)).items(), flags):

@@ -20,11 +20,20 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from .._jaxpr import runs_primitive_like
 from .._trees import listed
 from .optimizers import LeafOptimizer, arrays_by_path, changed_type
-from .program import Program
+from .program import Program, variables
 from .stacks import Entries, layer_of
 
-# The primitives that norms begin with.
-REDUCTIONS = ("reduce_sum", "reduce_max", "dot_general")
+# The primitives that norms, medians and running sums begin with.
+REDUCTIONS = (
+    "reduce_sum",
+    "reduce_max",
+    "reduce_min",
+    "reduce_and",
+    "reduce_or",
+    "dot_general",
+    "sort",
+    "cumsum",
+)
 
 
 def check_optimizer(
@@ -33,7 +42,8 @@ def check_optimizer(
     """Raises for an optimizer that does not treat each leaf of a stack by itself.
     Leaves outside of stacks are updated together, and may be mixed.
 
-    Warns of an optimizer that looks at all numbers of a leaf together.
+    Warns of an optimizer that looks at several numbers of a leaf together, which may
+    be of several layers.
 
     Raises:
       TypeError: its update needs further arguments, or fails if some leaves have no
@@ -46,12 +56,14 @@ def check_optimizer(
     layer = jax.eval_shape(lambda: layer_of(weights, slice_of_leaf, layer_number=0))
     one_layer_weights = weights | layer
     entries = arrays_by_path(optimizer.abstract_params_and_state(one_layer_weights))
-    leaf_of_entry = optimizer.leaf_of_entry(one_layer_weights)
+    # By the shapes of all layers, as in a step.
+    leaf_of_entry = optimizer.leaf_of_entry(weights)
 
     # First check: what follows no leaf is the same for one layer and for all.
     all_layers_entries = arrays_by_path(optimizer.abstract_params_and_state(weights))
     for path, entry in entries.items():
-        if leaf_of_entry[path] is None:
+        # With one layer, a state may have other entries than with all.
+        if leaf_of_entry.get(path) is None:
             _check_shared(path, entry, all_layers_entries.get(path))
 
     # Second check: an update keeps entries, shapes and dtypes.
@@ -90,9 +102,11 @@ def check_optimizer(
 
     if names_of_reduced:
         warnings.warn(
-            f"release: optimizer looks at all numbers of {listed(names_of_reduced)} "
-            "together. Here it sees one layer at a time, so that the run is not that "
-            "of the usual step, but of one with a list of layers in place of a stack.",
+            "release: optimizer looks at several numbers of "
+            f"{listed(names_of_reduced)} together. Here it sees one layer at a time. "
+            "If it joins numbers of several layers in the usual step, the run is not "
+            "that of the usual step, but of one with a list of layers in place of a "
+            "stack.",
             stacklevel=3,
         )
 
@@ -133,8 +147,19 @@ class _UpdateProgram(NamedTuple):
 
     @property
     def has_reduction(self) -> bool:
-        """Whether it looks at several numbers of an array together."""
-        return any(runs_primitive_like(REDUCTIONS, eqn) for eqn in self.jaxpr.eqns)
+        """Whether it looks at several numbers of a weight, moment or gradient
+        together. A learning rate may be a sum over the parts of its schedule.
+        """
+        from_leaves = set()
+        for var, leaf_path in zip(self.jaxpr.invars, self.leaf_of_input):
+            if leaf_path is not None:
+                from_leaves.add(var)
+        for equation in self.jaxpr.eqns:
+            if from_leaves.intersection(variables(equation.invars)):
+                if runs_primitive_like(REDUCTIONS, equation):
+                    return True
+                from_leaves.update(equation.outvars)
+        return False
 
 
 def _traced_update(

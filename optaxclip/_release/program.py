@@ -98,9 +98,9 @@ def read_program(
     raise ValueError(
         "release: no scan of loss goes through layers. It has "
         f"{', '.join(_scans_of(program)) or 'no scan at all'}. Scan the layers "
-        "(jax.lax.scan, nn.scan, nnx.scan) outside of loops and branches. Among its xs "
-        "must be trained leaves of params that nothing else reads: no second scan, no "
-        "penalty of all weights, no index into them in a layer."
+        "(jax.lax.scan, nn.scan, nnx.scan) outside of loops, branches and shard_map. "
+        "Among its xs must be trained leaves of params that nothing else reads: no "
+        "second scan, no penalty of all weights, no index into them in a layer."
     )
 
 
@@ -175,7 +175,7 @@ def _inlined(
     return ClosedJaxpr(jaxpr, inlined.consts)
 
 
-def _variables(atoms: Iterable[Any]) -> list[Var]:
+def variables(atoms: Iterable[Any]) -> list[Var]:
     """The variables among some inputs, which may be numbers too."""
     return [atom for atom in atoms if not is_literal(atom)]
 
@@ -195,11 +195,11 @@ class _Reads(NamedTuple):
 
 def _reads_of_loss(jaxpr: Jaxpr, weights: dict[Var, str]) -> _Reads:
     """What the first output of a program needs and reads."""
-    reads = _Reads(weights, [], {}, Counter(_variables(jaxpr.outvars[:1])))
+    reads = _Reads(weights, [], {}, Counter(variables(jaxpr.outvars[:1])))
     for equation in reversed(jaxpr.eqns):
         if any(output in reads.read_count for output in equation.outvars):
             reads.equations.append(equation)
-            reads.read_count.update(_variables(equation.invars))
+            reads.read_count.update(variables(equation.invars))
             reads.equation_of.update(dict.fromkeys(equation.outvars, equation))
     return reads
 

@@ -29,7 +29,8 @@ class ReleaseState(NamedTuple):
     """The state of `release`.
 
     Attributes:
-      optimizer: the optimizer's state, as `optimizer.init(params)` makes it.
+      optimizer: the optimizer's state, as `optimizer.init(params)` makes it, with None
+        in the place of leaves that are not trained.
       clip: the `ClipState` of the norm of everything.
       shares: float32[groups]: the usual share of each group in the square of the norm.
         Groups are the layers, the last one first, and then all other weights.

@@ -1,5 +1,6 @@
 """What is refused, and what is left alone: optimizers, leaves, losses."""
 
+import dataclasses
 import re
 
 import jax
@@ -44,6 +45,14 @@ def with_zeros_of_each_weight(dtype):
     return with_state(init)
 
 
+def one_row_of_each_leaf(params):
+    return jax.tree.map(lambda x: jnp.zeros_like(x[:1]), params)
+
+
+def with_last_row(grads, state, _):
+    return grads, jax.tree.map(lambda x: x[-1:], grads)
+
+
 MIXES = {
     "clip": (
         optax.chain(optax.clip_by_global_norm(1.0), SGD),
@@ -70,7 +79,7 @@ MIXES = {
     ),
     "adafactor": (
         optax.adafactor(0.1, min_dim_size_to_factor=2),
-        "is float32[1]. adafactor(factored=False) has no such array.",
+        "is float32[1, 2]. adafactor(factored=False) has no such array.",
     ),
     "int8 of each weight": (
         with_zeros_of_each_weight(jnp.int8),
@@ -87,6 +96,11 @@ MIXES = {
         "optimizer must keep no number that depends on gradients, unless each weight "
         "has one of its own, but \"[1][0].nu['layers']['bias']\" depends on "
         "'layers/bias'.",
+    ),
+    "mean of all layers": (
+        optax.GradientTransformation(one_row_of_each_leaf, with_last_row),
+        "optimizer must keep no number that depends on gradients, unless each weight "
+        "has one of its own, but \"[1]['layers']['bias']\" depends on 'layers/bias'.",
     ),
     "plateau": (
         optax.chain(SGD, optax.contrib.reduce_on_plateau()),
@@ -181,12 +195,26 @@ def test_an_optimizer_that_fails_on_one_of_two_stacks_is_refused():
         release(loss, optax.contrib.galore(0.1)).init(params, X)
 
 
+def divided_by(function):
+    """SGD whose gradients are divided by one number of each leaf, or by several."""
+
+    def divided(grads, params):
+        return jax.tree.map(
+            lambda g: -g / (2 + function(abs(g)).reshape(-1)[-1]), grads
+        )
+
+    return optax.stateless(divided)
+
+
 ACROSS = {
     "lamb": optax.lamb(0.01),
     "lars": optax.lars(0.01),
     "adafactor": optax.adafactor(0.01, factored=False),
     "trust": optax.chain(optax.trace(0.9), optax.scale_by_trust_ratio()),
     "rms": optax.chain(optax.clip_by_block_rms(1e-3), SGD),
+    "median": divided_by(jnp.median),
+    "least": divided_by(jnp.min),
+    "sum": divided_by(jnp.cumsum),
 }
 
 
@@ -196,7 +224,7 @@ def test_what_looks_across_a_leaf_warns_and_sees_one_layer(name):
     optimizer = ACROSS[name]
     rows = {"w": PARAMS["layers"]["w"]}
     trainer = release(row_loss, optimizer)
-    with pytest.warns(UserWarning, match="optimizer looks at all numbers of 'w'"):
+    with pytest.warns(UserWarning, match="optimizer looks at several numbers of 'w'"):
         state = trainer.init(rows, X)
     step = jax.jit(trainer.step)
 
@@ -213,6 +241,13 @@ def test_what_looks_across_a_leaf_warns_and_sees_one_layer(name):
         found, state, _ = step(found, state, X)
         layers, usual = usual_step(layers, usual)
     np.testing.assert_allclose(found["w"], jnp.concatenate(layers), rtol=1e-4)
+
+
+def test_a_learning_rate_that_is_a_sum_does_not_warn(recwarn):
+    """The sum is over the parts of the schedule, and not over numbers of a leaf."""
+    rate = optax.cosine_onecycle_schedule(20, 0.1)
+    release(row_loss, optax.adam(rate)).init({"w": PARAMS["layers"]["w"]}, X)
+    assert not recwarn.list
 
 
 MIXED_DTYPES = {
@@ -303,8 +338,22 @@ def test_hyperparameters_that_are_numbers_keep_the_dtypes_of_moments():
 
 
 def test_muon_looks_across_the_layers_of_a_vector():
-    with pytest.warns(UserWarning, match="all numbers of 'layers/bias' together"):
+    with pytest.warns(UserWarning, match="several numbers of 'layers/bias' together"):
         release(loss, optax.contrib.muon(0.01)).init(PARAMS, X)
+
+
+def test_muon_with_its_axes_is_the_usual_run():
+    """It looks at numbers of one layer, so the warning says "if"."""
+    axes = optax.contrib.MuonDimensionNumbers(1, 2)
+    muon = optax.contrib.muon(0.01, muon_weight_dimension_numbers={"w": axes})
+    params = {"w": PARAMS["layers"]["w"]}
+    trainer = release(row_loss, muon)
+    with pytest.warns(UserWarning, match="If it joins numbers of several layers"):
+        state = trainer.init(params, X)
+    found, _, _ = jax.jit(trainer.step)(params, state, X)
+    grads = jax.grad(row_loss)(params, X)
+    updates, _ = muon.update(grads, muon.init(params), params)
+    assert_close(found, optax.apply_updates(params, updates), 1e-5)
 
 
 def row_loss(params, x):
@@ -374,6 +423,28 @@ def test_statistics_are_masked_and_come_back_as_aux(name):
     assert (found["table"] == params["table"]).all()
     moments = [x for x in jax.tree.leaves(state.optimizer) if x.ndim]
     assert [x.shape for x in moments] == [(4, 2, 2)] * 2
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Module:
+    """Weights that can be called, as those of equinox."""
+
+    layers: jax.Array
+    frozen: jax.Array
+
+    def __call__(self, x):
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, self.layers)
+        return x * self.frozen[None]
+
+
+def test_a_mask_may_be_a_module_that_can_be_called():
+    params = Module(PARAMS["layers"]["w"], jnp.ones(2))
+    trainer = release(
+        lambda module, x: jnp.mean(module(x) ** 2), SGD, trainable=Module(True, False)
+    )
+    new, _, _ = jax.jit(trainer.step)(params, trainer.init(params, X), X)
+    assert (new.layers != params.layers).all() and (new.frozen == params.frozen).all()
 
 
 def test_a_frozen_stack_has_no_moments_and_stays():
