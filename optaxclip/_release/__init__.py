@@ -50,8 +50,9 @@ def release(
     The loss is traced, and its program is cut at each `lax.scan` (also in nn.scan and
     nnx.scan) whose xs are leaves of params. A loop over these layers, the last one
     first, takes the gradient of each layer, clips it, and applies the optimizer to the
-    slices of weights and state. All other weights are updated at the end. Layers in a
-    `jax.checkpoint` count as other weights, if there are layers outside of one.
+    slices of weights and state. All other weights are updated at the end. If one scan
+    of layers is in a `jax.checkpoint` around it and another is not, the layers in the
+    checkpoint count as other weights.
 
     Group 1 is the last layer, and the last group is all weights outside of the layers.
     One pass clips by the usual share s_j of group j in the square of the norm. s_j is
@@ -64,8 +65,8 @@ def release(
     |----------------------|--------|-------------------------------------------------|
     | max_norm             | 1      | at most max_norm. Where shares are as usual, it |
     |                      |        | is the clip of the global norm                  |
-    | max_norm, passes=2   | 2      | the clip of the global norm: the first only     |
-    |                      |        | measures                                        |
+    | max_norm, passes=2   | 2      | the clip of the global norm. The first pass     |
+    |                      |        | only measures the norm                          |
 
     Args:
       loss: returns the loss, a real scalar, or a pair of that and any pytree.

@@ -99,8 +99,9 @@ def read_program(
         "release: no scan of loss goes through layers. It has "
         f"{', '.join(_scans_of(program)) or 'no scan at all'}. Scan the layers "
         "(jax.lax.scan, nn.scan, nnx.scan) outside of loops, branches and shard_map. "
-        "Among its xs must be trained leaves of params that nothing else reads: no "
-        "second scan, no penalty of all weights, no index into them in a layer."
+        "Among its xs must be trained leaves of params, and not slices or sums of "
+        "them. Nothing else may read these leaves: no second scan, no penalty of all "
+        "weights, no index into them in a layer."
     )
 
 

@@ -425,6 +425,16 @@ def test_statistics_are_masked_and_come_back_as_aux(name):
     assert [x.shape for x in moments] == [(4, 2, 2)] * 2
 
 
+def test_leaves_without_elements_have_no_moments_and_stay():
+    layers = PARAMS["layers"] | {"empty": jnp.ones((3, 0))}
+    params = {"layers": layers, "bias": PARAMS["bias"]}
+    trainer = release(loss, optax.adam(0.1))
+    state = trainer.init(params, X)
+    assert state.optimizer[0].mu["layers"]["empty"] is None
+    new, _, _ = jax.jit(trainer.step)(params, state, X)
+    assert new["layers"]["empty"].shape == (3, 0)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Module:
