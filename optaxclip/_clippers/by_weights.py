@@ -182,8 +182,8 @@ def larc(
       `grad_norm=` or `limit=` that a chain is given.
 
     Raises:
-      ValueError: a negative or NaN number, an infinite `weight_decay`, or `update`
-        without params.
+      ValueError: a negative or NaN number, a `weight_decay` that is infinite or an
+        array, or `update` without params.
       TypeError: something that is not a number.
 
     Example:
@@ -203,6 +203,7 @@ def larc(
         weight_decay,
         highest=float(np.finfo(np.float64).max),
         schedule=False,
+        is_scalar=True,
     )
     rule = Larc(learning_rate, trust)
     options = checked_options(call, ord=None, stacked=stacked, mesh_axes=mesh_axes)
@@ -357,8 +358,8 @@ def clippy(
       chain is given.
 
     Raises:
-      ValueError: a negative or NaN bound, an unknown `nonfinite`, or `update` without
-        params.
+      ValueError: a bound that is negative, NaN or an array, an unknown `nonfinite`, or
+        `update` without params.
       TypeError: a bound that is not a number.
 
     Example:
@@ -373,8 +374,9 @@ def clippy(
     ClippyAdagrad.
     """
     call = "clippy"
-    relative = checked_number(f"{call}: relative", relative, schedule=False)
-    absolute = checked_number(f"{call}: absolute", absolute, schedule=False)
+    checked_bound = partial(checked_number, schedule=False, is_scalar=True)
+    relative = checked_bound(f"{call}: relative", relative)
+    absolute = checked_bound(f"{call}: absolute", absolute)
     options = checked_options(call, ord=math.inf, stacked=stacked, mesh_axes=mesh_axes)
     # The norm of order inf is the largest ratio of an element to its bound.
     measure = TensorNorm(**options)

@@ -91,8 +91,8 @@ def spam(
       A transformation with a `SpamState`.
 
     Raises:
-      ValueError: a number out of its range, or an `every` that is not whole or not
-        above `warmup`.
+      ValueError: a number out of its range, an array in place of a number, or an
+        `every` that is not whole or not above `warmup`.
       TypeError: something else that is not a number.
 
     Example:
@@ -109,9 +109,11 @@ def spam(
     starts anew.
     """
     call = "spam"
-    threshold = checked_number(f"{call}: threshold", threshold)
-    decay = checked_number(f"{call}: decay", decay, highest=1.0)
-    warmup = checked_number(f"{call}: warmup", warmup, schedule=False)
+    # An array, even of shape (1,), would broadcast against the leaves.
+    checked_scalar = partial(checked_number, is_scalar=True)
+    threshold = checked_scalar(f"{call}: threshold", threshold)
+    decay = checked_scalar(f"{call}: decay", decay, highest=1.0)
+    warmup = checked_scalar(f"{call}: warmup", warmup, schedule=False)
     if every is not None:
         checks.check_whole_number(f"{call}: every", every)
         # Otherwise a warm-up would last until the next reset, and nothing be clipped.
@@ -375,7 +377,8 @@ def reset_momentum(
       inner transformation copies weights: it would copy gradients otherwise.
 
     Raises:
-      ValueError: an `every` that is not whole or below 1, or a negative warmup.
+      ValueError: an `every` that is not whole or below 1, or a warmup that is negative
+        or an array.
       TypeError: something else that is not a number.
 
     Example:
@@ -396,7 +399,7 @@ def reset_momentum(
     """
     call = "reset_momentum"
     checks.check_whole_number(f"{call}: every", every)
-    warmup = checked_number(f"{call}: warmup", warmup, schedule=False)
+    warmup = checked_number(f"{call}: warmup", warmup, schedule=False, is_scalar=True)
     optimizer = checks.with_extra_args(f"{call}: inner", inner)
 
     def init(params: PyTree) -> ResetState:

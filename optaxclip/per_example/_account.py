@@ -4,6 +4,7 @@ epsilon            what a noise multiplier is worth
 noise_multiplier   the noise that an epsilon needs
 """
 
+import math
 from typing import Any
 
 from .._arguments.checks import check_number, check_whole_number, shown
@@ -62,7 +63,7 @@ def noise_multiplier(
     A thin call of `dp_accounting.calibrate_dp_mechanism`.
 
     Args:
-      epsilon: the epsilon of the whole training, above 0.
+      epsilon: the epsilon of the whole training, above 0. inf needs no noise.
       share: as in `epsilon`.
       steps: as in `epsilon`.
       delta: as in `epsilon`.
@@ -88,6 +89,9 @@ def noise_multiplier(
         raise ValueError(
             f"noise_multiplier: epsilon must be above 0, got {shown(epsilon)}."
         )
+    # Sweeps over epsilon end with inf, for training without privacy.
+    if epsilon == math.inf:
+        return 0.0
     dp_accounting = _dp_accounting()
 
     def training(noise: float) -> Any:

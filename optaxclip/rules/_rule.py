@@ -56,6 +56,7 @@ def checked_number(
     highest: float = np.inf,
     schedule: bool = True,
     optional: bool = False,
+    is_scalar: bool = False,
 ) -> Any:
     """A number in a range, in the form in which JAX carries it into a compiled call.
 
@@ -65,6 +66,7 @@ def checked_number(
       lowest, highest: the range.
       schedule: whether a schedule from step to number is allowed.
       optional: whether None is allowed.
+      is_scalar: whether an array with axes is refused.
     """
     if optional and value is None:
         return None
@@ -73,7 +75,9 @@ def checked_number(
         checks.check_schedule(argument, value)
         clipped_schedule = _ClippedSchedule(argument, lowest, highest)
         return Partial(clipped_schedule, as_partial(value))
-    checks.check_limit(argument, value, lowest=lowest, highest=highest)
+    checks.check_limit(
+        argument, value, lowest=lowest, highest=highest, is_scalar=is_scalar
+    )
     return number_for_jit(value)
 
 

@@ -112,6 +112,10 @@ def test_noise_multiplier_is_the_inverse_of_epsilon():
     assert epsilon(noise, **training) <= 0.5 < epsilon(0.999 * noise, **training)
 
 
+def test_an_infinite_epsilon_needs_no_noise():
+    assert noise_multiplier(np.inf, 0.1, steps=30, delta=1e-5) == 0.0
+
+
 def test_no_noise_gives_an_epsilon_of_0():
     with pytest.raises(ValueError, match=r"^noise_multiplier: epsilon must be above 0"):
         noise_multiplier(0.0, 0.1, steps=10, delta=1e-5)
