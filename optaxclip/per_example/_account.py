@@ -63,7 +63,8 @@ def noise_multiplier(
     A thin call of `dp_accounting.calibrate_dp_mechanism`.
 
     Args:
-      epsilon: the epsilon of the whole training, above 0. inf needs no noise.
+      epsilon: the epsilon of the whole training, above 0. inf, or a delta of 1,
+        needs no noise.
       share: as in `epsilon`.
       steps: as in `epsilon`.
       delta: as in `epsilon`.
@@ -72,7 +73,7 @@ def noise_multiplier(
       A float, for `add_noise`.
 
     Raises:
-      ValueError: an epsilon of 0 or below, and as in `epsilon`.
+      ValueError: an epsilon, share or delta of 0 or below, and as in `epsilon`.
       TypeError: as in `epsilon`.
       ImportError: as in `epsilon`.
 
@@ -85,12 +86,13 @@ def noise_multiplier(
     """
     _check_training("noise_multiplier", share, steps, delta)
     check_number("noise_multiplier: epsilon", epsilon, is_scalar=True)
-    if epsilon == 0:
-        raise ValueError(
-            f"noise_multiplier: epsilon must be above 0, got {shown(epsilon)}."
-        )
+    for name, number in {"epsilon": epsilon, "share": share, "delta": delta}.items():
+        if number == 0:
+            raise ValueError(
+                f"noise_multiplier: {name} must be above 0, got {shown(number)}."
+            )
     # Sweeps over epsilon end with inf, for training without privacy.
-    if epsilon == math.inf:
+    if epsilon == math.inf or delta == 1:
         return 0.0
     dp_accounting = _dp_accounting()
 

@@ -112,13 +112,19 @@ def test_noise_multiplier_is_the_inverse_of_epsilon():
     assert epsilon(noise, **training) <= 0.5 < epsilon(0.999 * noise, **training)
 
 
-def test_an_infinite_epsilon_needs_no_noise():
+def test_an_infinite_epsilon_and_a_delta_of_1_need_no_noise():
     assert noise_multiplier(np.inf, 0.1, steps=30, delta=1e-5) == 0.0
+    assert noise_multiplier(1.0, 0.1, steps=30, delta=1.0) == 0.0
 
 
-def test_no_noise_gives_an_epsilon_of_0():
-    with pytest.raises(ValueError, match=r"^noise_multiplier: epsilon must be above 0"):
-        noise_multiplier(0.0, 0.1, steps=10, delta=1e-5)
+@pytest.mark.parametrize("name", ["epsilon", "share", "delta"])
+def test_a_number_of_0_is_refused(name):
+    numbers = {"epsilon": 1.0, "share": 0.1, "delta": 1e-5} | {name: 0.0}
+    with pytest.raises(ValueError, match=rf"^noise_multiplier: {name} must be above 0"):
+        noise_multiplier(**numbers, steps=10)
+
+
+def test_a_negative_epsilon_is_refused():
     with pytest.raises(
         ValueError, match=r"^noise_multiplier: epsilon must be at least"
     ):
