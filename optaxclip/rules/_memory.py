@@ -65,8 +65,8 @@ def root(x: Array) -> Array:
 def hypot(x: Array, y: Array) -> Array:
     """sqrt(x^2 + y^2), with the derivative 0 at 0, where JAX 0.12 has NaN."""
     is_zero = (x == 0) & (y == 0)
-    positive = jnp.where(is_zero, 1.0, x)
-    return jnp.where(is_zero, 0.0, jnp.hypot(positive, y))
+    safe_x = jnp.where(is_zero, 1.0, x)
+    return jnp.where(is_zero, 0.0, jnp.hypot(safe_x, y))
 
 
 def multiple(factor: Array, norm: Array) -> Array:
@@ -95,8 +95,8 @@ def new_unless_zero(remember: str, value: Array, new: PyTree, old: PyTree) -> An
 
 
 def in_buffer_of(new: Array, old: Array) -> Array:
-    """The new array. Under jit with `donate_argnums` XLA may write it into the memory
-    of the old one, since this function reads the old one.
+    """Returns the new array, and reads the old one. Under jit with `donate_argnums`
+    XLA may then write the new one into the memory of the old one.
 
     JAX drops an argument that nothing reads. The new array would then have another
     address in each step, and a CUDA graph, which holds addresses, would be built anew.
