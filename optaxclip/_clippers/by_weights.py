@@ -423,16 +423,16 @@ def _bound_ratio(
     """
     # In float16 the default bound of 1e-7 would have hardly a digit: the smallest
     # number is 6e-8.
-    size = jnp.abs(widened(update))
-    weight_size = jnp.abs(weight).astype(size.dtype)
-    relative = jnp.asarray(relative).astype(size.dtype)
-    absolute = jnp.asarray(absolute).astype(size.dtype)
-    bound = relative * weight_size + absolute
+    magnitude = jnp.abs(widened(update))
+    weight_magnitude = jnp.abs(weight).astype(magnitude.dtype)
+    relative = jnp.asarray(relative).astype(magnitude.dtype)
+    absolute = jnp.asarray(absolute).astype(magnitude.dtype)
+    bound = relative * weight_magnitude + absolute
     # A relative bound of inf times a weight of 0 is NaN.
     bound = jnp.where(has_no_limit, jnp.inf, bound)
     # For the derivative the quotient must be finite where it is not used, too.
     is_zero = bound == 0
-    bound_ratio = size / jnp.where(is_zero, 1.0, bound)
-    bound_ratio = jnp.where(is_zero & (size > 0), jnp.inf, bound_ratio)
-    # size * 0 is 0, and NaN where the size is inf.
-    return bound_ratio + size * 0
+    bound_ratio = magnitude / jnp.where(is_zero, 1.0, bound)
+    bound_ratio = jnp.where(is_zero & (magnitude > 0), jnp.inf, bound_ratio)
+    # magnitude * 0 is 0, and NaN where the magnitude is inf.
+    return bound_ratio + magnitude * 0

@@ -316,8 +316,11 @@ def _signs_of_weights(measure: TensorNorm, weights: PyTree) -> dict[str, list[Ar
 
 def _signs_of_values(measure: TensorNorm, tree: PyTree) -> dict[str, list[Array]]:
     """The signs of values: shares and counts of elements, as `_signs_of_weights` lists
-    them. A mask marks these elements with 1. Its squared norm is their count, and its
-    mean square is their share. Norms already add up what several devices hold.
+    them.
+
+    A mask is 1 at the elements that count, such as zeros, and 0 at all others. So its
+    squared norm is their count, and its mean square is their share. They are computed
+    as norms because these already add up what several devices hold.
     """
 
     def squared_norms(

@@ -119,10 +119,10 @@ def clip_by_spectral_norm(
         "newton_schulz" knows `hard` and `smooth(2)`. Singular values of at most eps *
         max(rows, columns) * norm may be rounding noise, and are never lengthened.
       method: "svd" or "newton_schulz". Where singular values of a matrix that is
-        shrunk are equal, only "newton_schulz" has a derivative. In float32 its relative
-        error is at most 1e-5 with `smooth(2)`, and 1e-3 with `hard`. With `hard` it may
-        reach 0.1 where a singular value is within 10% of the limit, and second
-        derivatives may be wrong.
+        shrunk are equal, only "newton_schulz" has a derivative. In float32 the relative
+        error of that derivative is at most 1e-5 with `smooth(2)`, and 1e-3 with `hard`.
+        With `hard` it may reach 0.1 where a singular value is within 10% of the limit,
+        and second derivatives may be wrong.
       steps: of Newton-Schulz, at least 1. None means 24, and 48 for 64-bit leaves. k
         steps resolve s_max / limit up to about 2.46^(k - 4.1). With fewer, singular
         values below the limit come out too small, never too large.
@@ -426,12 +426,12 @@ class SpectralNorm(NamedTuple):
             matrix_axes = other_axes(layer_axes, len(shape))
             if len(matrix_axes) < 2:
                 continue
-            column_rank = 1 if columns[index] is None else columns[index]
-            self._check_columns(column_rank, len(matrix_axes), path, shape)
-            # The trailing `column_rank` axes are the columns, and all others the rows.
+            column_axis_count = 1 if columns[index] is None else columns[index]
+            self._check_columns(column_axis_count, len(matrix_axes), path, shape)
+            # The trailing axes are the columns, and all others the rows.
             sizes = [shape[axis] for axis in matrix_axes]
-            row_count = math.prod(sizes[:-column_rank])
-            column_count = math.prod(sizes[-column_rank:])
+            row_count = math.prod(sizes[:-column_axis_count])
+            column_count = math.prod(sizes[-column_axis_count:])
             # A matrix of one row or one column is a vector.
             if min(row_count, column_count) > 1:
                 layout = MatrixLayout(
@@ -444,18 +444,23 @@ class SpectralNorm(NamedTuple):
         return indices_by_layout
 
     def _check_columns(
-        self, column_rank: Any, rank: int, path: KeyPath, shape: tuple[int, ...]
+        self,
+        column_axis_count: Any,
+        axis_count: int,
+        path: KeyPath,
+        shape: tuple[int, ...],
     ) -> None:
-        """Raises unless a leaf has `column_rank` axes of columns, and at least one of
-        rows. `rank` is the number of its axes without those of layers.
+        """Raises ValueError unless a leaf has `column_axis_count` axes of columns, and
+        at least one of rows. `axis_count` is how many axes it has, without those of
+        layers.
         """
-        check_no_bool(f"{self.call}: columns", column_rank)
-        is_whole = isinstance(column_rank, (int, np.integer))
-        if not is_whole or not 1 <= column_rank < rank:
+        check_no_bool(f"{self.call}: columns", column_axis_count)
+        is_whole = isinstance(column_axis_count, (int, np.integer))
+        if not is_whole or not 1 <= column_axis_count < axis_count:
             raise ValueError(
-                f"{self.call}: columns must be a whole number from 1 to {rank - 1} for "
-                f"the leaf {trees.path_name(path)!r} of shape {shape}, got "
-                f"{shown(column_rank)}."
+                f"{self.call}: columns must be a whole number from 1 to "
+                f"{axis_count - 1} for the leaf {trees.path_name(path)!r} of shape "
+                f"{shape}, got {shown(column_axis_count)}."
             )
 
 
@@ -471,13 +476,13 @@ class MatrixLayout(NamedTuple):
         """The leaves at these indices as matrices [leaves, *layers, rows, columns], in
         at least float32. They are transposed where rows are fewer than columns.
         """
-        layer_rank = len(self.layer_axes)
+        layer_axis_count = len(self.layer_axes)
         matrices_of_leaves = []
         for index in indices:
-            x = jnp.moveaxis(leaves[index], self.layer_axes, range(layer_rank))
+            x = jnp.moveaxis(leaves[index], self.layer_axes, range(layer_axis_count))
             # An Explicit mesh may split layers, but no matrix.
-            x = resharded(x, jax.typeof(x).sharding.spec[:layer_rank])
-            shape = *x.shape[:layer_rank], self.row_count, self.column_count
+            x = resharded(x, jax.typeof(x).sharding.spec[:layer_axis_count])
+            shape = *x.shape[:layer_axis_count], self.row_count, self.column_count
             matrices_of_leaves.append(x.reshape(shape))
         dtype = wide_dtype(matrices_of_leaves[0])
         matrices = jnp.stack(matrices_of_leaves).astype(dtype)
@@ -491,9 +496,9 @@ class MatrixLayout(NamedTuple):
             matrices = adjoint(matrices)
         matrix_axes = other_axes(self.layer_axes, like.ndim)
         sizes = [like.shape[axis] for axis in (*self.layer_axes, *matrix_axes)]
-        layer_rank = len(self.layer_axes)
+        layer_axis_count = len(self.layer_axes)
         leaf = matrices.reshape(sizes)
-        leaf = jnp.moveaxis(leaf, range(layer_rank), self.layer_axes)
+        leaf = jnp.moveaxis(leaf, range(layer_axis_count), self.layer_axes)
         return resharded_as(leaf.astype(like.dtype), jax.typeof(like))
 
 

@@ -185,7 +185,7 @@ def _rows_of_arrays(data: bytes, notes: Notes) -> Sequence[Row]:
             )
         else:
             columns[name] = array.tolist()
-    return _rows_in(columns)
+    return _rows_of_single_dict(columns)
 
 
 def _rows_of_events(data: bytes, notes: Notes) -> list[Row]:
@@ -237,7 +237,7 @@ def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
             columns = _columns_up_to_cut(text)
             if columns:
                 notes.append("The JSON is cut off, and read up to there.")
-                return _rows_in(columns)
+                return _rows_of_single_dict(columns)
         if row is None:
             other_text += text[end:end_of_row]
         else:
@@ -248,7 +248,7 @@ def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
     other_text += text[end:]
     rows: Sequence[Row] = dicts
     if len(dicts) == 1:
-        rows = _rows_in(dicts[0])
+        rows = _rows_of_single_dict(dicts[0])
     # Without any number the braces are code, or other text.
     if not any(has_number(flattened(row).values()) for row in rows):
         return []
@@ -261,16 +261,16 @@ def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
     return rows
 
 
-def _rows_in(row: Row) -> Sequence[Row]:
-    """The rows of a whole file in one dict: trainer_state.json, pandas, or a dict of
-    lists. Any other dict is one row.
+def _rows_of_single_dict(content: Row) -> Sequence[Row]:
+    """The rows of a file that is a single dict: trainer_state.json, pandas, or a dict
+    of lists. Any other dict is one row.
     """
-    rows_of_pandas = _rows_of_pandas(row)
+    rows_of_pandas = _rows_of_pandas(content)
     if rows_of_pandas:
         return rows_of_pandas
     tables: list[Sequence[Row]] = []
     lists: dict[str, list[object]] = {}
-    for name, cell in flattened(row).items():
+    for name, cell in flattened(content).items():
         if isinstance(cell, list) and cell:
             lists[name] = cell
             if isinstance(cell[0], dict):
@@ -282,8 +282,8 @@ def _rows_in(row: Row) -> Sequence[Row]:
         tuples = zip_longest(*lists.values(), fillvalue="")
         rows = [dict(zip(lists, cells)) for cells in tuples]
         # Numbers beside the lists stand in the first row.
-        return [flattened(row) | rows[0], *rows[1:]]
-    return [row]
+        return [flattened(content) | rows[0], *rows[1:]]
+    return [content]
 
 
 def _rows_of_pandas(table: Row) -> list[Row]:

@@ -53,14 +53,17 @@ class Model(NamedTuple):
     ) -> PassResult:
         """Goes through the loss forward and backward, and updates the layers.
 
-        In the place of cotangents, the layers return their new entries, and the budget
-        that they leave (`stacks`). Only the weights outside of them get gradients.
+        Only the weights outside of layers get gradients. In the place of the cotangents
+        of `stack_entries` and `budget`, `backward` returns the new entries of layers,
+        and the budget that the layers leave (stacks.py).
         """
         stack_entries = {path: all_entries[path] for path in self.slice_of_entry}
         outer_paths = self.trained_weights.keys() - stack_entries.keys()
         outer_weights = {path: all_entries[path] for path in outer_paths}
 
-        def loss(outer_weights: Entries, stack_entries: Entries, budget: Budget) -> Any:
+        def forward(
+            outer_weights: Entries, stack_entries: Entries, budget: Budget
+        ) -> Any:
             def run_if_stack(
                 equation: JaxprEqn, inputs: list[Array]
             ) -> list[Array] | None:
@@ -87,7 +90,7 @@ class Model(NamedTuple):
             return (value, stack_entries, budget), aux
 
         outputs, backward, aux = jax.vjp(
-            loss, outer_weights, stack_entries, budget, has_aux=True
+            forward, outer_weights, stack_entries, budget, has_aux=True
         )
         value, stack_entries, budget = outputs
         # The layer that runs last gets entries and budget as they are before the pass.

@@ -65,8 +65,8 @@ def root(x: Array) -> Array:
 def hypot(x: Array, y: Array) -> Array:
     """sqrt(x^2 + y^2), with the derivative 0 at 0, where JAX 0.12 has NaN."""
     is_zero = (x == 0) & (y == 0)
-    positive = jnp.where(is_zero, 1.0, x)
-    return jnp.where(is_zero, 0.0, jnp.hypot(positive, y))
+    safe_x = jnp.where(is_zero, 1.0, x)
+    return jnp.where(is_zero, 0.0, jnp.hypot(safe_x, y))
 
 
 def multiple(factor: Array, norm: Array) -> Array:
