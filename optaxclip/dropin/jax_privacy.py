@@ -313,9 +313,9 @@ def clipped_grad(
         params = tuple(args[place] for place in param_places)
         if not isinstance(argnums, Sequence):
             (params,) = params
-        # Gradients look like params. So what the transform makes of params shows
-        # whether it returns its argument, and what its results look like. It may write
-        # to the tree, so it gets a copy.
+        # Gradients have the shapes of params. So the transform is tried on params: it
+        # may return its argument, and else its result has the shapes of the sum. It may
+        # write to the tree, so it gets a copy.
         direction = pre_clipping_transform(jax.tree.map(lambda x: x, params))
         is_same_tree = _identity_of(direction) == _identity_of(params)
         if is_same_tree:

@@ -1,9 +1,10 @@
 """An audit of what noise must hide: it tries how much one example can change a sum.
 
-Each pattern takes the place of the first example. In cancelling patterns the positions
-of one array, along its first axis, are +-2^k times one direction, and all other arrays
-are the same at each position. So the terms of the positions cancel, and leave their
-rounding behind.
+Each pattern takes the place of the first example. An example has positions, such as
+those of tokens, along the first axis of each of its arrays. In a cancelling pattern one
+array is +2^k or -2^k times one direction at each position, and every other array is the
+same at all positions. So the terms of the positions cancel, and leave their rounding
+behind.
 """
 
 from collections.abc import Callable, Iterator

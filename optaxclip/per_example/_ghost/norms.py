@@ -1,4 +1,5 @@
-"""The norm of an example's gradient G = sum_t a_t c_t', from its outer products:
+"""The norm of an example's gradient G = sum_t a_t c_t', a sum of outer products. At
+position t, a_t is the input and c_t the cotangent, or the reverse if G is transposed.
 
     norms_of_products    |G| = |a| |c|, for one position
     sums_of_rows         for lookups, the sum of the cotangents of each row
@@ -23,13 +24,15 @@ from ..._norms.specs import LeafSpec, NormPlan
 from .._example_factors import MAX_CANCELLATION, NormSource
 from .forms import OuterProducts
 
-# A product f * c that is too small becomes 0. Beside an input |a| >= 2^104 the lost
-# a * (f * c) could matter. So the bound of such an example is inf: it does not count.
+# The weighted sum multiplies the cotangent c by the clip factor f. A product f * c that
+# is too small becomes 0. Beside an input |a| >= 2^104 the lost a * (f * c) could
+# matter. So the bound of such an example is inf: it does not count.
 LARGEST_INPUT = 2.0**104
 # In a mean a norm by gram counts as at least 1 / 256 of sum |a_t| |c_t|. The square of
 # a shorter one is mostly rounding. It might be 0, and the example would not be clipped.
 # A private sum takes 1 / 16. In a mean that would lengthen the norms of ordinary
-# examples: more than 256 positions that have nothing in common cancel further.
+# examples: P orthogonal terms of one length have the norm sum |a_t| |c_t| / sqrt(P),
+# which is less than 1 / 16 of the sum from 257 positions on.
 MAX_CANCELLATION_IN_MEANS = 256
 # Of outer products of a batch, [example, stack, position, ...]
 BATCHED_POSITION_AXIS = 2
@@ -122,11 +125,15 @@ def norms_by_gram(products: list[OuterProducts], roundings: int | None) -> NormS
         |G|^2 = sum_ts (a_t . a_s)(c_t . c_s)      Li et al., 2022
         |G| <= sum_t |a_t| |c_t|
 
-    `roundings` is how many roundings a square has at most, and None for a mean. If it
-    is given, a gradient is at most 1 + e times as long as its norm, with the error e of
-    `_bounds.py`: a CPU adds up in float64. Elsewhere the norm is rounded up by the most
-    that its additions may lose, in whatever order they are made. Where squares would
-    leave the range of the dtype, the bound is the norm.
+    Where squares would leave the range of the dtype, the norm is the bound.
+
+    Args:
+      products: the outer products of all sites.
+      roundings: how many roundings a square has at most, for a private sum. A gradient
+        is then at most 1 + e times as long as its norm, with the error e of
+        `_bounds.py`. A CPU adds up squares in float64. Elsewhere the norm is rounded up
+        by the most that its additions may lose, in whatever order they are made. None
+        for a mean, which needs no such bound.
     """
     terms = _gram_terms(products)
     bounds = _term_bounds(terms)
@@ -225,8 +232,8 @@ def _squares_are_in_range(terms: GramTerms, bounds: Array) -> Array:
 def _bounded_squares(
     terms: GramTerms, bounds: Array, is_in_range: Array, roundings: int
 ) -> Array:
-    """Squares that are hardly less than the square of the gradient on a CPU, by what
-    float64 loses, and elsewhere not less.
+    """The squares of norms for a private sum. On a CPU they are too small by what
+    float64 loses at most. Elsewhere they are rounded up, and never too small.
     """
     dtype = terms.c.dtype
     lost_share = gamma(roundings, dtype)
