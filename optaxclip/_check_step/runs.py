@@ -4,8 +4,9 @@
     case       gradients above the limit, below it, or with a NaN
     run        what the step gave for a setting and a case, beside the right numbers
 
-`runs_of` makes the runs of a setting. Most weights are 0. The first weight of each leaf
-is the marker, and has no gradient: a step that changes it has added weights.
+`runs_of` makes the runs of a setting. All weights are 0, but for the first weight of
+each leaf. It is the marker, and has no gradient. So a step that changes the marker has
+added weights to the gradient, as weight decay does.
 """
 
 import math
@@ -143,9 +144,10 @@ def _two_examples(setting: Setting, case: str) -> Arrays:
         for name, shape in SHAPES.items():
             examples[name] = random.normal(0.5, 1.0, (2, *shape))
         return examples
-    # The means are twice these numbers, and 16 bits hold both. In bfloat16 the squares
-    # of 16 means of 512 add to 2^22, and the next number is 2^22 + 2^15. The squares of
-    # a small leaf add to 9216. In float16 the square of 512 is inf.
+    # The means are twice these numbers, and 16 bits hold both. In bfloat16 a sum of
+    # squares loses the small leaves: the squares of 16 means of 512 add to 2^22, the
+    # next number is 2^22 + 2^15, and the squares of a small leaf add to 9216. In
+    # float16 the square of 512 is inf.
     examples = {}
     for name in MANY_LEAVES:
         examples[name] = np.tile([0.0, 32.0, 32.0, 16.0], (2, 1))

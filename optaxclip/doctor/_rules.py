@@ -78,9 +78,12 @@ LEVEL_AFTER_BURST = 15.0
 
 
 def bad_batch(norm: Array) -> Array:
-    """The norm over the median of up to 20 rows before, if a low norm follows within 20
-    rows, or the end of a burst within 100. If the log ends before that, the norm must
-    leap: the row before must be low.
+    """The norm over the median of up to 20 rows before. 0 unless the norm is high for a
+    short time:
+
+    - a low norm follows within 20 rows,
+    - a burst ends within 100 rows, or
+    - the log ends within 20 rows, and the row before is low.
     """
     least_norm = LEAST_USUAL_NORM * np.median(norm[:LONG_WINDOW])
     usual_norm = np.maximum(usual_before(norm), least_norm)
@@ -418,9 +421,8 @@ def vanishing(norm: Array, loss: Array) -> Array | float:
 
 LEAP_OVER_NOISE = 3.7  # of log(norm)
 LASTING_PART = 0.6  # of a leap: the median of all rows after it must keep so much
-# The rise of log(loss) may be so far from 0, or from the rise of log(norm). It may be
-# further if the loss is noisy, but never by more than this part of the rise of
-# log(norm).
+# How far the rise of log(loss) may be from 0, or from the rise of log(norm): this much,
+# or more if the loss is noisy, but at most this part of the rise of log(norm).
 LOSS_TOLERANCE = 0.3
 
 

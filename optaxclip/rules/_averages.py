@@ -70,10 +70,11 @@ def weight_and_share(weight: Array, decay: Array) -> tuple[Array, Array]:
 
     The first value has the share 1, whatever the decay.
     """
-    # With a decay of 1 every value would have the weight 0. Each gets 2^-60 instead, as
-    # long as their sum is tiny, so the average is a plain mean. The first value with a
-    # decay below 1 has a weight of at least 2^-24 (float32). Beside it all earlier
-    # weights are nothing, so it replaces the mean.
+    # With a decay of 1 every value would have the weight 0. So as long as the sum of
+    # all weights is tiny, each value gets at least 2^-60, and the average is a plain
+    # mean. The first decay below 1 gives its value a weight of at least 2^-24 in
+    # float32. The sum of the tiny weights is nothing beside it. So this value replaces
+    # the mean.
     is_tiny = weight < 2.0**-30
     least_weight = jnp.maximum(1 - decay, 2.0**-60)
     value_weight = jnp.where(is_tiny, least_weight, 1 - decay)
@@ -145,8 +146,8 @@ class EmaRatio(Rule):
         remember="clipped" and no target a ratio of at most 1 lets limits only fall. A
         number or a schedule.
       decay: of the average, in [0, 1]. A number or a schedule. 1 keeps the average as
-        it is. From the start on that is the first norm, or with corrected=True the mean
-        of all norms, which the first lower decay forgets.
+        it is. If all decays so far are 1, the average is the first norm. With
+        corrected=True it is the mean of all norms, which the first lower decay forgets.
       target: the multiple that clipped norms are brought to. None for `ratio`.
       target_decay: of the average that `target` multiplies. None for `decay`.
       corrected: whether the averages start at 0 and are corrected for it, as Adam's.
@@ -442,9 +443,9 @@ class ZScore(Rule):
         new_count = (seen + 1).astype(norm.dtype)
         decay = jnp.where(is_past_warmup, decay, count / new_count)
         new_mean = exponential_average(mean, clipped_norm, decay)
-        # The paper's variance adds the square of the distance to the new mean, which is
-        # `decay` times that to the old one. In the warm-up it is Welford's: the product
-        # of both distances, which is `decay` times the square of that to the old one.
+        # With d = clipped_norm - mean, the distance to the new mean is decay * d. The
+        # paper's variance is an average of (decay * d)^2. In the warm-up it is
+        # Welford's, an average of d * (decay * d).
         share_of_distance = jnp.where(is_past_warmup, decay, root(decay))
         distance = share_of_distance * (clipped_norm - mean)
         old_part = root(decay) * deviation
