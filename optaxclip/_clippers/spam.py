@@ -246,7 +246,7 @@ def adaclip(
     nonfinite: Nonfinite = "propagate",
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    """Shortens coordinates above the running average of max|g|, their tensor's largest.
+    """Shortens coordinates above the running average of their tensor's largest one.
 
         T <- decay * T + (1 - decay) * max|g|      corrected for its start
         g_i <- g_i * T / max|g|                    where |g_i| > T

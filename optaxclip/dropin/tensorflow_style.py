@@ -169,9 +169,8 @@ def clip_by_norm(
     check_number(f"{call}: clip_norm", clip_norm)
     measure: Any = norms.TensorNorm(call)
     if axes is not None:
-        # A static argument of the jitted update, so a list becomes a tuple.
-        is_one = not isinstance(axes, (Sequence, np.ndarray))
-        axis = (axes,) if is_one else tuple(axes)
+        # A static argument of the jitted update, so arrays and lists become tuples.
+        axis = tuple(np.atleast_1d(axes).tolist())
         entries = jax.tree.leaves_with_path(leaves_to_clip(t, call))
         for path, leaf in entries:
             axes_within(axis, f"{call}: axes", trees.path_name(path), jnp.ndim(leaf))

@@ -151,6 +151,13 @@ def test_axes_may_be_a_range_or_an_array(axes):
     close(found, t * np.minimum(1, 2 / norms))
 
 
+def test_one_axis_may_be_an_array():
+    t = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    norms = np.sqrt(np.sum(t.astype(np.float64) ** 2, 1, keepdims=True))
+    found = tensorflow_style.clip_by_norm(t, 2.0, axes=np.array(1))
+    close(found, t * np.minimum(1, 2 / norms))
+
+
 def test_clip_gradients_by_norm_clips_before_the_optimizer():
     grads, params = tree(), jax.tree.map(jnp.zeros_like, tree())
     optimizer = tensorflow_style.clip_gradients_by_norm(optax.sgd(0.5), 1.0)
