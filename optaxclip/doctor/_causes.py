@@ -72,7 +72,8 @@ PAGE_AT_ONE_STEP = "docs/doctor.md (What changes at one step)"
 PAGE_OF_SPIKES = "docs/run_health.md (My loss spikes, or gradients explode)"
 ROLLBACK = "go back to a checkpoint, with a clip or a lower rate"
 SCALE_ADVICE = (
-    "look at the loss scale, at sum or mean, at the number of devices, and at the data"
+    "look at the loss scale, at sum or mean, at the number of devices, at the batch "
+    "size, at the learning rate, and at the data"
 )
 # Named only if another cause begins, or is worst, from ten rows before the leap to 20
 # rows after it: the schedule of a healthy run may leap too.
