@@ -154,8 +154,8 @@ def record_spikes(
     Raises:
       ValueError: a number out of its range, or a `value` that differs between devices
         where types show it.
-      TypeError: something that is not a number, or a loss under another name than
-        `value`.
+      TypeError: something that is not a number, or a loss that `update` gets as
+        `loss`, `losses`, `loss_value` or `train_loss`, and not as `value`.
 
     Example:
       >>> recorder = optaxclip.record_spikes(2.0, window=4)

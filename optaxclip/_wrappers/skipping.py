@@ -200,7 +200,8 @@ def skip_step(
         `on_loss=True`, or with a `value` that is not a scalar, or that differs between
         devices where types show it.
       TypeError: something that is not a number, an `on_loss` that is not None, True or
-        False, or a loss under another name than `value`.
+        False, or a loss that `update` gets as `loss`, `losses`, `loss_value` or
+        `train_loss`, and not as `value`.
 
     Example:
       >>> optimizer = optaxclip.skip_step(optax.sgd(0.5), window=4)
@@ -280,7 +281,8 @@ def skip_spikes(
         compares norms with weights, `update` without `value` where there is a rule for
         the loss, or with a `value` that differs between devices where types show it.
       TypeError: a limit that is not a number, the state of another transformation, or
-        a loss under another name than `value`.
+        a loss that `update` gets as `loss`, `losses`, `loss_value` or `train_loss`,
+        and not as `value`.
 
     Example:
       >>> optimizer = optaxclip.skip_spikes(optax.adam(0.1), 10.0)

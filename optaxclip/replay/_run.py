@@ -353,7 +353,12 @@ def plot_history(
     """
     if axis is None:
         # Unlike pyplot, Figure opens no window and keeps no list of figures.
-        from matplotlib.figure import Figure
+        try:
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                "the picture needs matplotlib: run pip install matplotlib."
+            ) from error
 
         axis = Figure(figsize=(9, 4), layout="constrained").add_subplot()
     norms = np.asarray(history.norms)
