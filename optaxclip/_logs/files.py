@@ -369,7 +369,11 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
         text = text.replace(",", ".")
     if delimiter == "|":
         # Markdown puts a line of dashes under the header, and bars around each line.
-        text = re.sub(r"(?m)^[-|:\s]+\n|^\s*\||\|\s*$", "", text)
+        lines = []
+        for line in text.splitlines():
+            if line.strip("-|: \t"):
+                lines.append(line.strip().removeprefix("|").removesuffix("|"))
+        text = "\n".join(lines)
     reader = csv.reader(
         text.splitlines(keepends=True), delimiter=delimiter, skipinitialspace=True
     )

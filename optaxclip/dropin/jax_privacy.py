@@ -382,11 +382,12 @@ def clipped_grad(
 
 def _example_count(batch: Any) -> int:
     """The number of examples. Raises ValueError for arrays that disagree about it."""
-    # Each size once, in the order of the arguments.
-    sizes: dict[Any, None] = {}
+    sizes: list[Any] = []  # each size once
     for array in jax.tree.leaves(batch):
         shape = jnp.shape(array)
-        sizes[shape[0] if shape else "no axis"] = None
+        size = shape[0] if shape else "no axis"
+        if size not in sizes:
+            sizes.append(size)
     # `per_example.clipped_grad` would check it too, but name arguments of its own.
     if len(sizes) != 1 or 0 in sizes or "no axis" in sizes:
         raise ValueError(
