@@ -37,7 +37,9 @@ MEANINGS = {
     ),
     "after_clip": "the norm that is returned is that of clipped gradients",
     "norm_of_weights": "the norm is that of the weights: pass the gradients",
-    "clipped_below_limit": "gradients below the limit are changed",
+    "clipped_below_limit": (
+        "gradients below the limit are changed: multiply by min(1, limit / norm)"
+    ),
     "weights_added": (
         "weights are in the update: leave weight decay and penalties out"
     ),
@@ -205,6 +207,9 @@ def gradients_of_bugs(run: Run) -> dict[str, Iterable[np.ndarray]]:
 
 # -------------------------------------------------------------------- which bug it is
 
+# A loss scale of 2^16 that is not undone lengthens updates by less. A clip without
+# min(1, ...) lengthens the gradients of the case "below" by about 10^6.
+LARGEST_SCALE = 1e5
 # From a run to the norms that its step returned or used: [devices].
 NormsOf = Callable[[Run], np.ndarray]
 
@@ -321,6 +326,8 @@ def _bug_of_factor(run: Run, peers: Sequence[Run]) -> str:
     is_above = run.case == "above"
     if is_above and run.is_close(run.step_factors, 1.0).all():
         return "not_clipped"
+    if not is_above and (run.step_factors > LARGEST_SCALE).all():
+        return "clipped_below_limit"
     if run.is_close(run.step_norms, norms_of_update(run)).all():
         # The step clips by the norm that it returns.
         return bug_of_norm(run, peers)

@@ -217,8 +217,11 @@ def test_a_longer_update_is_no_norm_after_the_clip():
         lambda setting: wrong_steps.under_jit(setting, outcome),
         settings=["replicated", "small_limit"],
     )
-    kinds = {(row.what, row.kind) for row in rows}
-    assert kinds == {("update", "unknown")}
+    kinds = {(row.what, row.case, row.kind) for row in rows}
+    assert kinds == {
+        ("update", "above", "unknown"),
+        ("update", "below", "clipped_below_limit"),
+    }
 
 
 def test_the_gradient_of_the_loss_is_the_mean_of_the_batch():
@@ -395,6 +398,27 @@ def test_a_large_eps_is_named_above_and_below_the_limit():
     rows = optaxclip.check_step(make_step, settings=["replicated", "small_limit"])
     seen = [(row.setting, row.case, row.kind) for row in rows]
     assert seen == [("small_limit", "above", "eps"), ("small_limit", "below", "eps")]
+
+
+@pytest.mark.parametrize(
+    "denominator",
+    [lambda norm: norm + 1e-6, lambda norm: norm / 2],
+    ids=["eps", "limit"],
+)
+def test_a_clip_without_a_minimum_is_named_beside_another_bug(denominator):
+    """Below the limit it makes updates longer than a loss scale does."""
+
+    def outcome(setting, grads):
+        norm = wrong_steps.global_norm(grads)
+        return right_steps.scaled(grads, setting.max_norm / denominator(norm)), norm
+
+    def make_step(setting):
+        return wrong_steps.under_jit(setting, lambda grads, _: outcome(setting, grads))
+
+    for settings in ("replicated", ["replicated", "small_limit"]):
+        rows = optaxclip.check_step(make_step, settings=settings)
+        kinds = {row.kind for row in rows if row.case == "below"}
+        assert kinds == {"clipped_below_limit"}
 
 
 def test_a_step_of_the_last_microbatch_has_its_name():
