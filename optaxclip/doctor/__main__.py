@@ -79,7 +79,8 @@ def _lines_of(finding: Finding, unit: str) -> list[str]:
     ]
     if starts:
         # The earliest ones: a NaN spreads to hundreds of tensors.
-        lines.append(f"{indent}{', '.join(starts[:12])}")
+        others = f" and {len(starts) - 12} more" if len(starts) > 12 else ""
+        lines.append(f"{indent}{', '.join(starts[:12])}{others}")
     return [*lines, f"{indent}{finding.advice}", f"{indent}see {finding.page}"]
 
 

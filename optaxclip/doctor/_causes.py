@@ -75,6 +75,9 @@ SCALE_ADVICE = (
     "look at the loss scale, at sum or mean, at the number of devices, at the batch "
     "size, at the learning rate, and at the data"
 )
+GROWTH_ADVICE = (
+    "a lower learning rate, or weight decay. Or are gradients added up and never reset?"
+)
 # Named only if another cause begins, or is worst, from ten rows before the leap to 20
 # rows after it: the schedule of a healthy run may leap too.
 LEAP_OF_RATE = Cause(
@@ -98,7 +101,8 @@ CAUSES = (
         page="docs/doctor.md (Where a NaN begins)",
         advice=(
             "skip_nonfinite, and look at batch, backward pass and optimizer there. If "
-            "a loss scale skips all steps from there on, take bfloat16"
+            "the run has a loss scale, lower it, or make it dynamic. If it still skips "
+            "all steps, take bfloat16"
         ),
         takes_nonfinite=True,
     ),
@@ -196,7 +200,7 @@ CAUSES = (
         needs=signals.LOSS,
         rule=rules.height_of_loss,
         limit=rules.NEVER_FALLS,
-        evidence="{subject} never falls, and ends above {value:.3g} times its start",
+        evidence="{subject} never falls, and ends at {value:.3g} times its start",
         page=PAGE_AT_ONE_STEP,
         advice=(
             "take a lower rate, or a longer warm-up, and look at the sign of the "
@@ -212,7 +216,7 @@ CAUSES = (
         limit=10,
         evidence="{subject} grows {value:.3g} times since its second fifth",
         page=PAGE_OF_SPIKES,
-        advice="a lower learning rate, or weight decay",
+        advice=GROWTH_ADVICE,
         least_rows=40,
     ),
     Cause(
@@ -222,7 +226,7 @@ CAUSES = (
         limit=20,
         evidence="{subject} grows to {value:.3g} times its median",
         page=PAGE_OF_SPIKES,
-        advice="a lower learning rate, or weight decay",
+        advice=GROWTH_ADVICE,
         least_rows=40,
     ),
     Cause(

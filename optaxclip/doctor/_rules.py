@@ -219,8 +219,9 @@ def _error_of_median(loss: Array, width: int) -> float:
 
 
 def height_of_loss(loss: Array) -> float:
-    """The height that a loss keeps if it never falls."""
-    return loss_levels(loss).kept_height
+    """The last losses over the first ones, if the loss never falls. Else 0."""
+    levels = loss_levels(loss)
+    return levels.last / levels.first if levels.kept_height else 0.0
 
 
 BLOWN_UP_AT_ONCE = 4.0  # the median of rows two to six over the first row

@@ -479,6 +479,18 @@ def test_of_many_rows_the_first_six_are_listed(log, capsys):
     assert "\n             10 rows show it: 100, 150, 200, 250, 300, 350, ...\n" in text
 
 
+def test_tensors_that_are_not_listed_are_counted(tmp_path, capsys):
+    starts = {f"health/norm/w{number}": 20 + number for number in range(15)}
+    rows = []
+    for step in range(60):
+        norms = {name: float(step < start) for name, start in starts.items()}
+        rows.append({"loss": 1.0, **norms})
+    path = tmp_path / "run.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    main([str(path)])
+    assert "'health/w12' from 32 and 2 more\n" in capsys.readouterr().out
+
+
 def test_norms_that_are_always_huge_have_a_note():
     (note,) = examine(rows_of(grad_norm=845 * calm())).notes
     assert note.startswith("'grad_norm' is never below 84")

@@ -60,6 +60,12 @@ def test_infinite_norms_now_and_then_are_those_of_a_loss_scale():
     assert causes_of(rows_of(grad_norm=norms)) == [("not finite", 0)]
 
 
+def test_many_infinite_norms_have_the_cure_of_a_loss_scale():
+    norms = changed(calm(200), dict.fromkeys(range(0, 190, 7), INF))
+    (finding,) = diagnose(rows_of(grad_norm=norms, loss=calm(200)))
+    assert "has a loss scale, lower it, or make it dynamic" in finding.advice
+
+
 def test_infinite_norms_in_every_fifth_step_of_late_are_no_overflows():
     """Of 400 rows less than a tenth are infinite."""
     late = dict.fromkeys(range(205, 400, 5), INF)
@@ -446,7 +452,7 @@ def test_a_loss_that_never_falls_is_a_high_rate():
     norms = changed(calm(500), {26: 50.0})
     (finding,) = diagnose(rows_of(loss=loss, grad_norm=norms))
     assert (finding.cause, finding.step) == ("learning rate", 0)
-    assert finding.evidence.startswith("'loss' never falls, and ends above 1.0")
+    assert finding.evidence.startswith("'loss' never falls, and ends at 1.1")
     # Steps after the first row have blown it up for good.
     loss = np.append([2.3, 17.0, 71.0, 68.0, 90.0], 47 * noisy(295, 0.01))
     assert causes_of(rows_of(loss=loss)) == [("learning rate", 0)]
@@ -454,6 +460,11 @@ def test_a_loss_that_never_falls_is_a_high_rate():
     loss = [2.7, 4.1, 315.0, *np.geomspace(1e5, 1e9, 7), NAN, NAN]
     first, second = causes_of(rows_of(loss=loss))
     assert (first, second) == (("learning rate", 0), ("not finite", 10))
+
+
+def test_a_loss_that_never_falls_is_said_to_end_where_it_ends():
+    finding = found(rows_of(loss=np.geomspace(1.0, 12.0, 100)), "learning rate")
+    assert finding.value == pytest.approx(12.0, rel=0.2)
 
 
 @pytest.mark.parametrize("size", [12, 40, 150])
@@ -606,6 +617,7 @@ def test_a_norm_that_grows_to_the_end_is_steady_growth():
     norms = np.geomspace(1.0, 60.0, 200) * noisy()
     (finding,) = diagnose(rows_of(grad_norm=norms))
     assert finding.cause == "steady growth"
+    assert "added up and never reset" in finding.advice
     # The end over the second fifth.
     assert finding.value == pytest.approx(60**0.7, rel=0.2)
     assert diagnose(rows_of(grad_norm=np.geomspace(1.0, 8.0, 200) * noisy())) == []
