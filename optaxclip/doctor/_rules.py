@@ -83,7 +83,8 @@ def bad_batch(norm: Array) -> Array:
 
     - a low norm follows within 20 rows,
     - a burst ends within 100 rows, or
-    - the log ends within 20 rows, and the row before is low.
+    - the log ends within 20 rows, the row before is low, and no change of scale
+      begins.
     """
     least_norm = LEAST_USUAL_NORM * np.median(norm[:LONG_WINDOW])
     usual_norm = np.maximum(usual_before(norm), least_norm)
@@ -94,7 +95,9 @@ def bad_batch(norm: Array) -> Array:
     lowest_level = _next_rows(_levels_after_bursts(norm), LONGEST_BURST).min(axis=1)
     burst_ends = lowest_level < LEVEL_AFTER_BURST * usual_norm
     # Norms that grow until the log ends, or until they are NaN, are not a bad batch.
-    leaps_at_end = log_ends & (_shifted(norm) < low_norm)
+    # Nor are norms that leap and stay up for ten rows or more.
+    changes_scale = growth_of_scale(norm) > 0
+    leaps_at_end = log_ends & (_shifted(norm) < low_norm) & ~changes_scale
     is_bad = comes_back | burst_ends | leaps_at_end
     return np.where(is_bad, norm / usual_norm, 0.0)
 

@@ -303,6 +303,15 @@ def test_norms_that_stay_high_are_no_bad_batch():
     assert causes_of(rows_of(norm=norms)) == [("change of scale", 40)]
 
 
+@pytest.mark.parametrize("last", [[], [NAN, NAN]], ids=["", "NaN"])
+@pytest.mark.parametrize("rows", [12, 20])
+def test_norms_that_stay_high_until_the_log_ends_are_no_bad_batch(rows, last):
+    norms = np.concatenate([noisy(100), 1024 * noisy(rows, seed=1), last])
+    finding, *others = diagnose(rows_of(grad_norm=norms))
+    assert (finding.cause, finding.step) == ("change of scale", 100)
+    assert [other.cause for other in others] == (["not finite"] if last else [])
+
+
 def test_norms_whose_squares_overflow_are_judged_without_a_warning():
     norms = 1e300 * changed(calm(), {40: 50.0})
     rows = rows_of(health__norm__a=norms, health__norm__b=norms, grad_norm=norms)
