@@ -179,14 +179,14 @@ def _choice_and_advice(
             "median, so no limit clips accidents alone. If two networks take turns, "
             "log a column for each."
         ]
-    reasons = [*choice.reasons]
+    reasons: list[str] = []
     for finding in findings:
         if finding.cause in ("learning rate", "change of scale"):
             reasons.append(
                 f"Look at {column.unit} {finding.step} first: the doctor names "
                 f"{finding.cause!r} there."
             )
-    return choice, reasons
+    return choice, reasons + choice.reasons
 
 
 # ---------------------------------------------------------------- lines of the report
