@@ -118,10 +118,10 @@ def _error_in_arguments(
     call: str, function: Callable[..., Any], error: TypeError, kwargs: Mapping[str, Any]
 ) -> str:
     """Which argument of a call is wrong, and what would be right."""
+    signature = inspect.signature(function)
     # The first argument of a method is its object.
-    names = inspect.signature(function).parameters
-    parameters = [name for name in names if name != "self"]
-    hint = f"It takes {', '.join(parameters) or 'none'}."
+    parameters = [name for name in signature.parameters if name != "self"]
+    hint = f"It takes {_shown_parameters(signature)}."
     # Unknown names first: in `clip_by_global_norm(clip_norm=1.0)` max_norm is missing
     # only because it has another name there.
     for name in kwargs:
@@ -130,13 +130,29 @@ def _error_in_arguments(
             return f"there is no argument {name!r}. {hint}"
     # `clip_by_global_norm(grads, 1.0)`, as torch and TensorFlow clip.
     returned = function.__annotations__.get("return")
-    if call.startswith("clip_by") and "GradientTransformation" in str(returned):
+    has_more = call.startswith("clip_by") and "too many" in str(error)
+    if has_more and "GradientTransformation" in str(returned):
         hint += (
             " It makes a transformation with init and update. To clip one tree of "
             "gradients call optaxclip.clip_grads(grads, max_norm), or "
             "optaxclip.dropin.torch_style.clip_grad_value(grads, max_value)."
         )
     return f"{error}. {hint}"
+
+
+def _shown_parameters(signature: inspect.Signature) -> str:
+    """Such as "max_norm, and by name ord, eps". "none" if there are none."""
+    names: list[str] = []
+    keyword_names: list[str] = []
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            keyword_names.append(name)
+        elif name != "self":
+            names.append(name)
+    parts = [", ".join(names)] if names else []
+    if keyword_names:
+        parts.append(f"by name {', '.join(keyword_names)}")
+    return ", and ".join(parts) or "none"
 
 
 def _hint_for_argument(call: str, name: str, parameters: list[str]) -> str:
