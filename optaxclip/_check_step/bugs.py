@@ -326,11 +326,11 @@ def _bug_of_factor(run: Run, peers: Sequence[Run]) -> str:
     is_above = run.case == "above"
     if is_above and run.is_close(run.step_factors, 1.0).all():
         return "not_clipped"
-    if not is_above and (run.step_factors > LARGEST_SCALE).all():
-        return "clipped_below_limit"
     if run.is_close(run.step_norms, norms_of_update(run)).all():
         # The step clips by the norm that it returns.
         return bug_of_norm(run, peers)
+    if not is_above and (run.step_factors > LARGEST_SCALE).all():
+        return "clipped_below_limit"
     peers_of_case = [peer for peer in peers if peer.case == run.case]
     bug = bug_of_norm(run, peers_of_case, norms_of_update)
     # No step clips by the norm of its own update. A factor may give this number, such
