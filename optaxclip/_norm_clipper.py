@@ -201,7 +201,7 @@ def make_clipper(
             checks.check_state(call, state, ClipState)
         overrides = _checked_overrides(call, grad_norm, limit)
         tree = gradients_of(call, updates, params)
-        if not settings.only_measures and not jax.tree.leaves(tree):
+        if not jax.tree.leaves(tree):
             warn_of_integers(call, updates)
         # The weights are an argument of the program only if a rule reads them.
         weights = None

@@ -50,18 +50,18 @@ def gradients_of(call: str, updates: PyTree, params: PyTree) -> PyTree:
     return tree
 
 
-def warn_of_integers(call: str, updates: PyTree) -> None:
-    """Warns of the first leaf of integers, for a caller that found nothing to clip."""
-    # Updates without any leaf, such as those of a model without weights, are fine.
-    for path, leaf in jax.tree.leaves_with_path(updates):
+def warn_of_integers(call: str, tree: PyTree) -> None:
+    """Warns of the first leaf of integers, for a caller to whom no leaf counts."""
+    # A tree without any leaf, such as that of a model without weights, is fine.
+    for path, leaf in jax.tree.leaves_with_path(tree):
         # A Python int has no dtype. Any other leaf without one, such as True, is taken
         # for a bool, and bools are not warned of.
         dtype = int if type(leaf) is int else getattr(leaf, "dtype", bool)
         if jnp.issubdtype(dtype, jnp.integer) and jnp.size(leaf):
             warn_user(
-                f"{call}: nothing is clipped, since no leaf of the updates has a float "
-                f"or complex dtype. The leaf {path_name(path)!r} is "
-                f"{getattr(dtype, '__name__', dtype)}: make it float32."
+                f"{call}: no leaf counts, since none has a float or complex dtype. The "
+                f"leaf {path_name(path)!r} is {getattr(dtype, '__name__', dtype)}: "
+                "make it float32."
             )
             return
 

@@ -28,6 +28,7 @@ from jax import Array, lax
 from .. import _trees as trees
 from .._arguments.checks import broadcasts_to
 from .._arguments.prefixes import Prefix, lookup
+from .._arguments.updates import warn_of_integers
 from .._devices import mesh
 from .._devices.mesh import MeshAxes, Split
 from .._devices.platforms import traced_once
@@ -498,4 +499,7 @@ def _tree_of_norms(
     measure: GlobalNorm | TensorNorm | UnitwiseNorm | GroupNorm, tree: PyTree
 ) -> Any:
     """The norms of the leaves that count, as a tree, with None for all others."""
-    return measure(leaves_to_clip(tree, measure.call)).tree()
+    leaves = leaves_to_clip(tree, measure.call)
+    if not jax.tree.leaves(leaves):
+        warn_of_integers(measure.call, tree)
+    return measure(leaves).tree()

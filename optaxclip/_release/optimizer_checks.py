@@ -165,20 +165,10 @@ class _UpdateProgram(NamedTuple):
 def _traced_update(
     optimizer: LeafOptimizer, entries: Entries, grads: Entries
 ) -> tuple[ClosedJaxpr, Entries]:
-    """The program of an update by these gradients, and types of the new entries.
-
-    Raises TypeError if the update raises.
-    """
-    try:
-        return jax.make_jaxpr(optimizer.entries_after_update, return_shape=True)(
-            entries, grads
-        )
-    except Exception as error:
-        # Such as `reduce_on_plateau`, which wants the value of the loss.
-        raise TypeError(
-            "release: optimizer is called with gradients, state and params alone, and "
-            f"with None in the place of some leaves. It raised: {error}"
-        ) from error
+    """The program of an update by these gradients, and types of the new entries."""
+    return jax.make_jaxpr(optimizer.entries_after_update, return_shape=True)(
+        entries, grads
+    )
 
 
 def _check_shared(path: str, entry: Array, entry_of_all_layers: Array | None) -> None:

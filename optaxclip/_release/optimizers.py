@@ -13,6 +13,8 @@ A layer has its part of a leaf, and of each entry that follows the leaf.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -79,7 +81,8 @@ class LeafOptimizer(NamedTuple):
         """Shapes and dtypes of params with some leaves, and of the state for them."""
 
         def params_and_state(params: PyTree) -> tuple[PyTree, PyTree]:
-            return params, self.transformation.init(params)
+            with _errors_with_cause():
+                return params, self.transformation.init(params)
 
         return jax.eval_shape(params_and_state, self.params_with_only(leaves))
 
@@ -89,10 +92,11 @@ class LeafOptimizer(NamedTuple):
         """
         tree = self.abstract_params_and_state(grads)
         params, state = tree_from_entries(tree, entries)
-        updates, state = self.transformation.update(
-            self.params_with_only(grads), state, params
-        )
-        params = optax.apply_updates(params, updates)
+        with _errors_with_cause():
+            updates, state = self.transformation.update(
+                self.params_with_only(grads), state, params
+            )
+            params = optax.apply_updates(params, updates)
         return arrays_by_path((params, state))
 
     def leaf_of_entry(self, leaves: Entries) -> dict[str, str | None]:
@@ -110,6 +114,19 @@ class LeafOptimizer(NamedTuple):
                 leaf_path = _leaf_at_end(path, entry.shape, leaves)
             leaf_paths[path_text] = leaf_path
         return leaf_paths
+
+
+@contextmanager
+def _errors_with_cause() -> Iterator[None]:
+    """Raises TypeError, with the likely cause, if an optimizer raises."""
+    try:
+        yield
+    except Exception as error:
+        # Such as `reduce_on_plateau`, which wants the value of the loss.
+        raise TypeError(
+            "release: optimizer is called with gradients, state and params alone, and "
+            f"with None in the place of some leaves. It raised: {error}"
+        ) from error
 
 
 def _leaf_at_end(path: KeyPath, shape: tuple[int, ...], leaves: Entries) -> str | None:

@@ -350,6 +350,12 @@ def clipped_grad(
         mask = jnp.ones(size, bool)
         if is_padding_example is not None:
             mask = jnp.logical_not(is_padding_example)
+            # `per_example.clipped_grad` would check it too, but call it mask.
+            if mask.shape != (size,):
+                raise ValueError(
+                    "clipped_grad: is_padding_example must have one axis, of the "
+                    f"{size} examples, got {mask.shape}."
+                )
         result = clipped_result(args_and_keywords, mask)
 
         def normalized(x: jax.Array) -> jax.Array:

@@ -196,7 +196,8 @@ def clip_grads_with_norm(
 
     Raises:
       ValueError: a limit that is negative or NaN, or a norm that is negative or not a
-        scalar.
+        scalar. The sign of a `jax.Array` is not checked: that would wait for the
+        device.
       TypeError: a limit or norm that is not a real number.
 
     Example:

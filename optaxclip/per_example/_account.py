@@ -21,7 +21,7 @@ def epsilon(
     full batch is added to delta (docs/private_training.md).
 
     Args:
-      noise_multiplier: of `add_noise`, above 0.
+      noise_multiplier: of `add_noise`, at least 0. Of 0 epsilon is inf, and of inf 0.
       share: of `draw`: the probability that an example joins a batch, above 0 and at
         most 1.
       steps: how many steps are taken, at least 1.
@@ -48,6 +48,9 @@ def epsilon(
     """
     _check_training("epsilon", share, steps, delta)
     check_number("epsilon: noise_multiplier", noise_multiplier, is_scalar=True)
+    # dp-accounting raises for it.
+    if noise_multiplier == math.inf:
+        return 0.0
     dp_accounting = _dp_accounting()
     accountant = dp_accounting.pld.PLDAccountant()
     accountant.compose(_training(dp_accounting, noise_multiplier, share, steps))

@@ -108,14 +108,15 @@ def _print_report(options: argparse.Namespace) -> None:
             )
         return
     (column,) = columns
+    # Before the picture, since the log may lack the column that --to needs.
+    if options.to is not None:
+        report += "\n" + _at_batch(log, column, choice, options)
     # Drawn before anything is printed, since the file may have an unknown ending.
     if options.picture is not None:
         axis = plot_history(run(choice.rule, column.values), steps=column.steps)
         axis.set_title(f"norms as recorded, and {choice.suggestion.rule}")
         axis.figure.canvas.print_figure(options.picture)
     print(report)
-    if options.to is not None:
-        print(_at_batch(log, column, choice, options))
     if options.picture is not None:
         print(f"The picture is in {options.picture}.")
 

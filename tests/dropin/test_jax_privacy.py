@@ -271,6 +271,9 @@ def test_errors_name_the_arguments_of_jax_privacy():
         make(microbatch_size=0)
     with pytest.raises(ValueError, match=r"is_padding_example .* got 7 and 3"):
         make()(PARAMS, X, Y, is_padding_example=np.zeros(3, bool))
+    one_axis = r"^clipped_grad: is_padding_example must have .*, got \(7, 1\)\.$"
+    with pytest.raises(ValueError, match=one_axis):
+        make()(PARAMS, X, Y, is_padding_example=np.zeros((7, 1), bool))
 
 
 def test_a_broken_example_is_left_out_unless_it_should_show():

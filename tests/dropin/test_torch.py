@@ -75,6 +75,12 @@ def test_nothing_has_norm_zero_in_torch_and_here(torch, name):
     assert torch_style.clip_grad_norm(NOTHING[name], 1.0)[1] == float(theirs) == 0
 
 
+def test_a_norm_of_integers_alone_is_warned_of():
+    """torch refuses them."""
+    with pytest.warns(UserWarning, match=r"^get_total_norm: .* is int32: make it floa"):
+        assert torch_style.get_total_norm([jnp.array([3, 4])]) == 0
+
+
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_error_if_nonfinite_raises_as_torch_does(torch, bad):
     grads = [np.array([1.0, bad], np.float32), np.ones(3, np.float32)]

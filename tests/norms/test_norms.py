@@ -352,12 +352,20 @@ NOTHING = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*no leaf counts")
 @pytest.mark.parametrize("name", NOTHING)
 def test_nothing_to_measure_has_norm_0(name):
     for ord in ORDERS:
         norm = optaxclip.global_norm(NOTHING[name], ord=ord)
         assert norm == 0 and norm.dtype == jnp.float32 and norm.shape == ()
         assert jax.tree.leaves(optaxclip.tensor_norm(NOTHING[name], ord=ord)) == []
+
+
+def test_norms_of_integers_alone_are_warned_of():
+    text = "global_norm: no leaf counts, .* The leaf 'b' is int32: make it float32"
+    tree = {"a": None, "b": jnp.array([3, 4])}
+    with pytest.warns(UserWarning, match=text):
+        assert jax.jit(optaxclip.global_norm)(tree) == 0
 
 
 def test_a_group_without_numbers_has_norm_0_of_its_dtype():

@@ -117,6 +117,11 @@ def test_an_infinite_epsilon_and_a_delta_of_1_need_no_noise():
     assert noise_multiplier(1.0, 0.1, steps=30, delta=1.0) == 0.0
 
 
+@pytest.mark.parametrize("noise", [np.inf, jnp.float32(np.inf)])
+def test_infinite_noise_is_worth_an_epsilon_of_0(noise):
+    assert epsilon(noise, 0.1, steps=30, delta=1e-5) == 0.0
+
+
 @pytest.mark.parametrize("name", ["epsilon", "share", "delta"])
 def test_a_number_of_0_is_refused(name):
     numbers = {"epsilon": 1.0, "share": 0.1, "delta": 1e-5} | {name: 0.0}

@@ -184,6 +184,18 @@ def test_an_optimizer_that_wants_every_leaf_is_refused():
         release(loss, optax.contrib.galore(0.1)).init(params, X)
 
 
+def test_an_optimizer_whose_init_wants_every_leaf_is_refused():
+    """Leaves of integers are not trained, so galore finds None in their place."""
+
+    def loss(params, x):
+        x, _ = jax.lax.scan(lambda x, w: (x + x @ w, None), x, params["layers"])
+        return jnp.sum(x)
+
+    params = {"layers": PARAMS["layers"]["w"], "index": jnp.arange(2)}
+    with pytest.raises(TypeError, match="with None in the place of some leaves"):
+        release(loss, optax.contrib.galore(0.1)).init(params, X)
+
+
 def test_an_optimizer_that_fails_on_one_of_two_stacks_is_refused():
     def loss(params, x):
         for name in ("encoder", "decoder"):

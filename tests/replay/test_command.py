@@ -631,6 +631,13 @@ def test_a_picture_that_cannot_be_drawn_ends_in_one_line(log, command, capsys):
         assert capsys.readouterr().out == ""
 
 
+def test_no_picture_is_drawn_if_the_other_batch_has_no_answer(log, command, capsys):
+    picture = log.parent / "run.png"
+    with pytest.raises(SystemExit, match="--to needs the column noise_share"):
+        command(log, "--picture", picture, "--batch", 1, "--to", 2)
+    assert capsys.readouterr().out == "" and not picture.exists()
+
+
 def test_a_picture_without_matplotlib_ends_in_one_line(log, command, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit, match="run pip install matplotlib"):

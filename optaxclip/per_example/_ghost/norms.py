@@ -119,7 +119,9 @@ def _scattered(rows: Array, c: Array, shape: tuple[int, ...]) -> Array:
     return jax.vmap(of_one)(zeros, rows, c.astype(dtype))
 
 
-def norms_by_gram(products: list[OuterProducts], roundings: int | None) -> NormSource:
+def norms_by_gram(
+    products: list[OuterProducts], *, roundings: int, is_bounded: bool
+) -> NormSource:
     """The norm of each gradient G, without G, and a bound of |G| and of its terms:
 
         |G|^2 = sum_ts (a_t . a_s)(c_t . c_s)      Li et al., 2022
@@ -129,16 +131,16 @@ def norms_by_gram(products: list[OuterProducts], roundings: int | None) -> NormS
 
     Args:
       products: the outer products of all sites.
-      roundings: how many roundings a square has at most, for a private sum. A gradient
-        is then at most 1 + e times as long as its norm, with the error e of
-        `_bounds.py`. A CPU adds up squares in float64. Elsewhere the norm is rounded up
-        by the most that its additions may lose, in whatever order they are made. None
-        for a mean, which needs no such bound.
+      roundings: how many roundings a square has at most.
+      is_bounded: whether a gradient must be at most 1 + e times as long as its norm,
+        with the error e of `_bounds.py`, as in a private sum. A CPU then adds up
+        squares in float64. Elsewhere the norm is rounded up by the most that its
+        additions may lose, in whatever order they are made.
     """
     terms = _gram_terms(products)
     bounds = _term_bounds(terms)
     is_in_range = _squares_are_in_range(terms, bounds)
-    if roundings:
+    if is_bounded:
         squares = _bounded_squares(terms, bounds, is_in_range, roundings)
     else:
         squares = _squares(terms, terms.c.dtype)
@@ -149,7 +151,7 @@ def norms_by_gram(products: list[OuterProducts], roundings: int | None) -> NormS
     roots = jnp.where(is_positive, jnp.sqrt(positive_squares), 0)
     norms = jnp.where(is_in_range, roots, bounds)
     term_bounds = bounds
-    if not roundings:
+    if not is_bounded:
         # `_norms_of_examples` divides every bound by MAX_CANCELLATION.
         term_bounds = bounds * (MAX_CANCELLATION / MAX_CANCELLATION_IN_MEANS)
     return NormSource(norms, term_bounds)

@@ -311,8 +311,10 @@ class GramPlan(SummedPlan):
 
     def _norm_source_from(self, products: list[OuterProducts]) -> NormSource:
         # Written, since norms and bounds have several readers.
-        roundings = self.roundings if self.is_bounded else None
-        return passes.written_to_memory(norms_by_gram(products, roundings))
+        source = norms_by_gram(
+            products, roundings=self.roundings, is_bounded=self.is_bounded
+        )
+        return passes.written_to_memory(source)
 
 
 @dataclass(frozen=True)
