@@ -341,6 +341,14 @@ def test_text_among_numbers_is_counted_and_left_out(tmp_path):
         assert read(tmp_path, "step,grad_norm\n0,N/A\n1,2.0\n").tolist() == [2.0]
 
 
+def test_a_norm_that_is_always_null_is_said(tmp_path):
+    """As NaN from the first step on in strict JSON."""
+    rows = '{"loss": 2.0, "grad_norm": null}\n{"loss": 1.0, "grad_norm": null}'
+    error = "no gradient norm.* The column 'grad_norm' has no number. Ent.* null: 2"
+    with pytest.raises(ValueError, match=error):
+        read(tmp_path, rows)
+
+
 def test_a_header_that_comes_again_is_left_out(tmp_path):
     with pytest.warns(UserWarning, match="Text is left out. Entries: 1, 'norm'"):
         found = read(tmp_path, "step,norm\n0,1\nstep,norm\n1,2\n")
