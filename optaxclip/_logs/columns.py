@@ -102,8 +102,12 @@ def log_from_rows(rows: Sequence[Row], notes: Notes) -> Log:
         # W&B writes the extremes of each number beside it.
         if column.steps.size and not name.endswith(("__MIN", "__MAX")):
             columns[name] = column._replace(unit=unit)
-        elif column.notes and name.lower().endswith(("loss", "norm")):
-            notes.append(f"The column {name!r} has no number. {column.notes[0]}")
+        elif not column.steps.size and name.lower().endswith(("loss", "norm")):
+            # Strict JSON writes null for NaN.
+            reason = f"Entries that are empty or null: {column.empty_cells}."
+            if column.notes:
+                reason = column.notes[0]
+            notes.append(f"The column {name!r} has no number. {reason}")
     if not columns:
         sentences = [
             "there is no number in it. A log has a row for each step, with a number "

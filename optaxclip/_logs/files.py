@@ -62,7 +62,7 @@ def read_log(path: str | Path, call: str, pattern: str | None = None) -> Log:
         return log_from_rows(_rows(data, pattern, notes), notes)
     except ValueError as error:
         raise ValueError(f"{call}: {path}: {error}") from error
-    # For a broken file NumPy, gzip and protobuf raise errors of many types.
+    # For a broken file zipfile, gzip and protobuf raise errors of many types.
     except Exception as error:
         raise ValueError(
             f"{call}: {path}: {error}. {ADVICE_FOR_BROKEN_FILE}."
@@ -169,8 +169,11 @@ def _rows_of_arrays(data: bytes, notes: Notes) -> Sequence[Row]:
     """The rows of an .npz, with a column for each array, or of an .npy, whose only
     column is "norm".
     """
-    loaded = np.load(io.BytesIO(data))
-    arrays = {"norm": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
+    try:
+        loaded = np.load(io.BytesIO(data))
+        arrays = {"norm": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
+    except ValueError as error:
+        raise ValueError(f"{error}. {ADVICE_FOR_BROKEN_FILE}.") from error
     columns: dict[str, object] = {}
     for name, array in arrays.items():
         if not isinstance(array, np.ndarray):
@@ -540,7 +543,11 @@ def _advice_for_text(pattern: str) -> str:
     give a --pattern.
     """
     if not pattern:
-        return f"{FORMATS_TEXT}. No line of this text has a number behind loss or norm."
+        return (
+            f"{FORMATS_TEXT}. No line of this text has a number behind loss or norm. "
+            "For another name give a pattern (in Python: pattern=...), such as "
+            r"--pattern 'NAME\s*(?P<grad_norm>\S+)'"
+        )
     return (
         "Such text needs a pattern (in Python: pattern=...), here --pattern "
         f"'{pattern}'"

@@ -118,8 +118,8 @@ WRONG = [
     (b"\x1f\x8b" + 30 * b"no gzip", "compression method"),
     (gzip.compress(b"norm\n1\n", mtime=0)[:-12] + 12 * b"x", f"decompress{BROKEN}"),
     (zipped()[:-30], f"File is not a zip file{BROKEN}"),
-    (array([1], [1, 2], dtype=object), "Object arrays cannot be loaded"),
-    (array(1.0, 2.0, dtype=float)[:-3], "EOF: reading array data"),
+    (array([1], [1, 2], dtype=object), f"Object arrays cannot be loaded{BROKEN}"),
+    (array(1.0, 2.0, dtype=float)[:-3], f"EOF: reading array data{BROKEN}"),
     (
         array([1.0, 2.0], dtype=float),
         r"there is no number in it.* 'norm' has the shape \(1, 2\), which is not one",
@@ -339,6 +339,14 @@ def test_nulls_that_a_resumed_run_replaces_are_no_norms(tmp_path):
 def test_text_among_numbers_is_counted_and_left_out(tmp_path):
     with pytest.warns(UserWarning, match="Text is left out. Entries: 1, 'N/A'"):
         assert read(tmp_path, "step,grad_norm\n0,N/A\n1,2.0\n").tolist() == [2.0]
+
+
+def test_a_norm_that_is_always_null_is_said(tmp_path):
+    """As NaN from the first step on in strict JSON."""
+    rows = '{"loss": 2.0, "grad_norm": null}\n{"loss": 1.0, "grad_norm": null}'
+    error = "no gradient norm.* The column 'grad_norm' has no number. Ent.* null: 2"
+    with pytest.raises(ValueError, match=error):
+        read(tmp_path, rows)
 
 
 def test_a_header_that_comes_again_is_left_out(tmp_path):

@@ -361,6 +361,16 @@ def test_a_text_without_a_norm_or_loss_gets_no_pattern(tmp_path):
             read_history(path)
 
 
+def test_a_text_with_other_names_is_read_with_the_pattern_of_its_error(tmp_path):
+    path = tmp_path / "run.log"
+    path.write_text("it 0 GN->1.5\nit 1 GN->0.5\n")
+    with pytest.raises(ValueError) as error:
+        read_history(path)
+    pattern = re.search("--pattern '(.*)'", str(error.value))[1]
+    norms = read_history(path, pattern=pattern.replace("NAME", "GN->"))
+    assert norms.tolist() == [1.5, 0.5]
+
+
 def test_a_text_whose_first_lines_have_as_many_words_gets_a_pattern(tmp_path):
     path = tmp_path / "run.log"
     lines = [f"step {step} loss {9 - step}" for step in range(3)]
