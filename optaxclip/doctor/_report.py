@@ -186,8 +186,8 @@ def report_of(log: Log, loss_name: str | None) -> Report:
     first_findings = _without_consequences(judgement.findings, run)
     leaps = _leaps_of_rate(run, first_findings)
     findings = [
-        *sorted([*leaps, *first_findings], key=_step_of),
-        *sorted(judgement.findings_of_setup, key=_step_of),
+        *_first_of_each_cause([*leaps, *first_findings]),
+        *_first_of_each_cause(judgement.findings_of_setup),
     ]
     findings = [_with_advice(finding, run, log) for finding in findings]
     rates = chain(*run.inputs_of_need[signals.RATE])
@@ -203,8 +203,12 @@ def report_of(log: Log, loss_name: str | None) -> Report:
     )
 
 
-def _step_of(finding: Finding) -> int:
-    return finding.step
+def _first_of_each_cause(findings: list[Finding]) -> list[Finding]:
+    """The earliest finding of each name. The table has several rows for some causes."""
+    by_name: dict[str, Finding] = {}
+    for finding in sorted(findings, key=lambda finding: finding.step):
+        by_name.setdefault(finding.cause, finding)
+    return [*by_name.values()]
 
 
 class Judgement(NamedTuple):

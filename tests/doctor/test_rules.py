@@ -617,6 +617,13 @@ def test_a_norm_that_grows_late_is_steady_growth_even_if_it_becomes_nan(last):
     assert [other.cause for other in others] == (["not finite"] if last else [])
 
 
+def test_a_cause_that_two_rules_see_is_named_once():
+    """Over the whole log as in its last rows this norm grows."""
+    norms = np.exp(np.linspace(0, 3, 200) ** 2)
+    causes = [finding.cause for finding in diagnose(rows_of(grad_norm=norms))]
+    assert causes.count("steady growth") == 1
+
+
 def test_a_norm_that_comes_back_before_the_end_is_no_steady_growth():
     norms = np.concatenate([np.ones(200), np.geomspace(1, 60, 50), np.ones(10)])
     assert found(rows_of(grad_norm=norms), "steady growth") is None
