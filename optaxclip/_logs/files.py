@@ -433,7 +433,9 @@ def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
         if row:
             rows.append(row)
     if not rows:
-        advice = _advice_for_text(_frequent_pattern(_without_commas(text, [])))
+        advice = _advice_for_text(
+            _pattern_of_frequent_labels(_without_commas(text, []))
+        )
         raise ValueError(f"pattern '{pattern}' fits no line. {advice}")
     return rows
 
@@ -468,9 +470,11 @@ LABELS = {
 STEP_NUMBER = r"\d+\b(?!%|[.,]\d)"
 
 
-def _pattern_of(column: str, label: str, lookbehind: str, text: str) -> str:
-    """The simplest pattern that finds the numbers behind a label. `label` and
-    `lookbehind` are patterns.
+def _shortest_pattern(
+    column: str, label_pattern: str, lookbehind: str, text: str
+) -> str:
+    """The simplest pattern that finds the numbers after a label in a text.
+    `label_pattern` and `lookbehind` are patterns too.
     """
     # Both patterns of a number leave out a full stop at the end of a line. The simple
     # one also takes words, such as "scale" in "loss scale 65536".
@@ -481,19 +485,19 @@ def _pattern_of(column: str, label: str, lookbehind: str, text: str) -> str:
     if column == "step":
         simple_number = r"\d+"
         number = STEP_NUMBER
-    pattern = f"{lookbehind}{label}(?P<{column}>{number})"
+    pattern = f"{lookbehind}{label_pattern}(?P<{column}>{number})"
     numbers = re.findall(pattern, text)
     for shorter_pattern in (
-        f"{label}(?P<{column}>{simple_number})",
-        f"{lookbehind}{label}(?P<{column}>{simple_number})",
-        f"{label}(?P<{column}>{number})",
+        f"{label_pattern}(?P<{column}>{simple_number})",
+        f"{lookbehind}{label_pattern}(?P<{column}>{simple_number})",
+        f"{label_pattern}(?P<{column}>{number})",
     ):
         if re.findall(shorter_pattern, text) == numbers:
             return shorter_pattern
     return pattern
 
 
-def _as_pattern(label: str) -> str:
+def _pattern_of_label(label: str) -> str:
     """The pattern of a label, with any number of blanks in it and after it. Programs
     pad numbers with blanks: "norm=   2.5", and then "norm=1000.5".
     """
@@ -510,7 +514,7 @@ def _rows_of_text(text: str, notes: Notes) -> list[Row]:
     Raises:
       ValueError: the pattern finds few of the losses and norms.
     """
-    pattern = _frequent_pattern(text)
+    pattern = _pattern_of_frequent_labels(text)
     reason = ""
     if pattern:
         rows = _rows_of_pattern(text, pattern)
@@ -547,14 +551,15 @@ def _advice_for_text(pattern: str) -> str:
     )
 
 
-def _frequent_pattern(text: str) -> str:
+def _pattern_of_frequent_labels(text: str) -> str:
     """The pattern of the most frequent labels of a text. It is empty if no number has
     the label of a loss or a norm.
     """
-    labels = {quantity: _labels_in_text(quantity, text) for quantity in LABELS}
+    label_counts = {quantity: _label_patterns_in(quantity, text) for quantity in LABELS}
     # How often the most frequent label of a quantity is used.
     uses = {
-        quantity: max(counts.values(), default=0) for quantity, counts in labels.items()
+        quantity: max(counts.values(), default=0)
+        for quantity, counts in label_counts.items()
     }
     loss_or_norm_count = max(uses["loss"], uses["grad_norm"])
     if loss_or_norm_count == 0:
@@ -566,48 +571,55 @@ def _frequent_pattern(text: str) -> str:
     for quantity, (lookbehind, _) in LABELS.items():
         if quantity in ("step", "lr") and uses[quantity] < least_uses:
             continue
-        for column, label in _labels_by_column(quantity, labels[quantity]).items():
-            patterns[column] = _pattern_of(column, label, lookbehind, text)
+        by_column = _label_pattern_by_column(quantity, label_counts[quantity])
+        for column, label_pattern in by_column.items():
+            patterns[column] = _shortest_pattern(
+                column, label_pattern, lookbehind, text
+            )
     if uses["step"] < least_uses:
-        rises, pattern = _steps_without_label(text)
-        if rises >= least_uses:
+        net_rises, pattern = _steps_without_label(text)
+        if net_rises >= least_uses:
             patterns["step"] = pattern
     return "|".join(patterns.values())
 
 
-def _labels_in_text(quantity: str, text: str) -> Counter[str]:
-    """The labels of numbers of a quantity, as patterns, and how often each is used."""
-    lookbehind, label_pattern = LABELS[quantity]
+def _label_patterns_in(quantity: str, text: str) -> Counter[str]:
+    """The labels of a quantity in a text, each as a pattern, and how often each stands
+    before a number.
+    """
+    lookbehind, any_label = LABELS[quantity]
     # A run may have NaN from its first line on.
     number = STEP_NUMBER if quantity == "step" else r"[-+]?(\.?\d|nan\b|inf\b)"
     # mmdet prints "Iter [50/900]", and stable-baselines "loss | 2.5".
     gap = rf"[ :=|]+\[? *(?={number})"
-    matches = re.finditer(rf"(?i){lookbehind}({label_pattern}){gap}", text)
-    return Counter(_as_pattern(match[0]) for match in matches)
+    matches = re.finditer(rf"(?i){lookbehind}({any_label}){gap}", text)
+    return Counter(_pattern_of_label(match[0]) for match in matches)
 
 
-def _labels_by_column(quantity: str, labels: Counter[str]) -> dict[str, str]:
-    """The columns of a quantity with their labels: one column with the most frequent
-    label, or one for each optimizer.
+def _label_pattern_by_column(
+    quantity: str, label_counts: Counter[str]
+) -> dict[str, str]:
+    """The columns of a quantity with the patterns of their labels: one column with the
+    most frequent label, or one for each optimizer.
     """
-    if not labels:
+    if not label_counts:
         return {}
-    most_frequent, most_uses = labels.most_common(1)[0]
-    # Of several optimizers each has a group, as in critic/grad_norm. verl leaves out
+    most_frequent, most_uses = label_counts.most_common(1)[0]
+    # Each of several optimizers has a group, as in critic/grad_norm. verl leaves out
     # the actor's norm in the first steps.
-    labels_in_groups = {
-        _column_name(label): label
-        for label, uses in labels.items()
-        if "/" in label and uses >= most_uses / 2
+    patterns_with_group = {
+        _column_name(label_pattern): label_pattern
+        for label_pattern, uses in label_counts.items()
+        if "/" in label_pattern and uses >= most_uses / 2
     }
-    if len(labels_in_groups) > 1:
-        return labels_in_groups
+    if len(patterns_with_group) > 1:
+        return patterns_with_group
     return {quantity: most_frequent}
 
 
-def _column_name(label: str) -> str:
-    """The name of a group for the pattern of a label. A digit may not begin it."""
-    name = re.sub(r"(\\s[*+]|\W)+", "_", label).strip("_")
+def _column_name(label_pattern: str) -> str:
+    """The name of a group for the pattern of a label. It may not begin with a digit."""
+    name = re.sub(r"(\\s[*+]|\W)+", "_", label_pattern).strip("_")
     return f"_{name}" if name[0].isdigit() else name
 
 
@@ -623,6 +635,6 @@ def _steps_without_label(text: str) -> tuple[float, str]:
     candidates: list[tuple[float, str]] = []
     for pattern in patterns:
         steps = np.array(re.findall(pattern, text), float)
-        rises = np.sign(np.diff(steps)).sum()
-        candidates.append((rises, pattern))
+        net_rises = np.sign(np.diff(steps)).sum()
+        candidates.append((net_rises, pattern))
     return max(candidates)
