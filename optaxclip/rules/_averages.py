@@ -179,11 +179,13 @@ class EmaRatio(Rule):
     ratio: Number = number_field(default=2.0)
     decay: Number = number_field(default=0.99, highest=1.0)
     _: KW_ONLY
-    target: Number | None = number_field(default=None, optional=True)
-    target_decay: Number | None = number_field(default=None, highest=1.0, optional=True)
+    target: Number | None = number_field(default=None, may_be_none=True)
+    target_decay: Number | None = number_field(
+        default=None, highest=1.0, may_be_none=True
+    )
     corrected: bool = flag_field(default=False)
     remember: str = choice_field("clipped", "raw", default="clipped")
-    warmup: ArrayLike = number_field(default=1, schedule=False)
+    warmup: ArrayLike = number_field(default=1, may_be_schedule=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -411,7 +413,7 @@ class ZScore(Rule):
     decay: Number = number_field(default=0.97, highest=1.0)
     _: KW_ONLY
     target: str = choice_field("adaptive", "mean", "max", default="adaptive")
-    warmup: ArrayLike = number_field(default=25, lowest=1, schedule=False)
+    warmup: ArrayLike = number_field(default=25, lowest=1, may_be_schedule=False)
     eps: Number = number_field(default=1e-6)
 
     def init(self, norm: Array) -> ZScoreMemory:
@@ -446,8 +448,8 @@ class ZScore(Rule):
         # With d = clipped_norm - mean, the distance to the new mean is decay * d. The
         # paper's variance is an average of (decay * d)^2. In the warm-up it is
         # Welford's, an average of d * (decay * d).
-        share_of_distance = jnp.where(is_past_warmup, decay, root(decay))
-        distance = share_of_distance * (clipped_norm - mean)
+        distance_factor = jnp.where(is_past_warmup, decay, root(decay))
+        distance = distance_factor * (clipped_norm - mean)
         old_part = root(decay) * deviation
         new_part = root(1 - decay) * distance
         new_deviation = hypot(old_part, new_part)
@@ -506,7 +508,7 @@ class LogZScore(Rule):
     # With an infinite floor the logarithms would differ by inf - inf.
     floor: Number = number_field(default=0.01, highest=float(np.finfo(np.float32).max))
     spread: Number = number_field(default=1e-3)
-    warmup: ArrayLike = number_field(default=277, lowest=1, schedule=False)
+    warmup: ArrayLike = number_field(default=277, lowest=1, may_be_schedule=False)
 
     def init(self, norm: Array) -> LogZScoreMemory:
         seen = jnp.zeros(norm.shape, jnp.int32)

@@ -72,9 +72,9 @@ def hypot(x: Array, y: Array) -> Array:
 def multiple(factor: Array, norm: Array) -> Array:
     """factor * norm, and inf where either is infinite, which means no limit."""
     # inf * 0 is NaN, and updates under a limit of NaN become NaN.
-    is_free = jnp.maximum(factor, norm) == jnp.inf
+    is_infinite = jnp.maximum(factor, norm) == jnp.inf
     product = factor * norm
-    return jnp.where(is_free, jnp.inf, product)
+    return jnp.where(is_infinite, jnp.inf, product)
 
 
 def remembered(remember: str, norm: Array, limit: Array) -> Array:

@@ -54,8 +54,8 @@ def checked_number(
     *,
     lowest: float = 0.0,
     highest: float = np.inf,
-    schedule: bool = True,
-    optional: bool = False,
+    may_be_schedule: bool = True,
+    may_be_none: bool = False,
     is_scalar: bool = False,
 ) -> Any:
     """A number in a range, in the form in which JAX carries it into a compiled call.
@@ -64,14 +64,14 @@ def checked_number(
       argument: the name in errors, such as "ema: decay".
       value: the number.
       lowest, highest: the range.
-      schedule: whether a schedule from step to number is allowed.
-      optional: whether None is allowed.
+      may_be_schedule: whether a schedule from step to number is allowed.
+      may_be_none: whether None is allowed.
       is_scalar: whether an array with axes is refused.
     """
-    if optional and value is None:
+    if may_be_none and value is None:
         return None
     # The numbers of a schedule are known only in the steps, which clip them.
-    if schedule and callable(value):
+    if may_be_schedule and callable(value):
         checks.check_schedule(argument, value)
         clipped_schedule = _ClippedSchedule(argument, lowest, highest)
         return Partial(clipped_schedule, as_partial(value))
@@ -342,13 +342,13 @@ def _abstract_memory(rule: Rule, norm: Array) -> PyTree:
     A traced length of a window counts as 1, since it cannot give a shape.
     """
 
-    def known_length(leaf: Any) -> Any:
+    def without_traced_length(leaf: Any) -> Any:
         is_traced_scalar = isinstance(leaf, Tracer) and not leaf.ndim
         if is_traced_scalar and not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return 1
         return leaf
 
-    rule_with_known_lengths = jax.tree.map(known_length, rule)
+    rule_with_known_lengths = jax.tree.map(without_traced_length, rule)
     return jax.eval_shape(rule_with_known_lengths.init, norm)
 
 

@@ -109,14 +109,14 @@ def _scattered(rows: Array, c: Array, shape: tuple[int, ...]) -> Array:
     """The sums of the cotangents of each row of a stack, for each example."""
     stack = jnp.arange(shape[0])[:, None]
 
-    def of_one(zeros: Array, rows: Array, c: Array) -> Array:
+    def sums_in_one(zeros: Array, rows: Array, c: Array) -> Array:
         return zeros.at[stack, rows].add(c)
 
     dtype = np.promote_types(c.dtype, np.float32)
     batch_shape = len(rows), *shape
     zeros = jnp.zeros(batch_shape, dtype)
     # JAX promotes no 8-bit floats by itself.
-    return jax.vmap(of_one)(zeros, rows, c.astype(dtype))
+    return jax.vmap(sums_in_one)(zeros, rows, c.astype(dtype))
 
 
 def norms_by_gram(products: list[OuterProducts], roundings: int | None) -> NormSource:
@@ -167,8 +167,8 @@ class GramTerms(NamedTuple):
     c_norms: Array  # |c_t|
 
     @property
-    def has_part(self) -> Array:
-        """Whether the gradient has a part from a position."""
+    def is_nonzero(self) -> Array:
+        """Whether the outer product of a position is not 0."""
         return (self.a_norms != 0) & (self.c_norms != 0)
 
 
@@ -212,7 +212,7 @@ def _term_bounds(terms: GramTerms) -> Array:
 
 def _squares_are_in_range(terms: GramTerms, bounds: Array) -> Array:
     """Whether squares stay in the range of the dtype, for each example."""
-    norm_sums = jnp.where(terms.has_part, terms.a_norms + terms.c_norms, 0)
+    norm_sums = jnp.where(terms.is_nonzero, terms.a_norms + terms.c_norms, 0)
     total = _sum_per_example(norm_sums)
     position_count = norm_sums[0].size  # of the whole stack
     info = jnp.finfo(bounds.dtype)
@@ -271,10 +271,10 @@ def _squares(terms: GramTerms, dtype: Any) -> Array:
     if terms.rows is not None:
         products_of_a = _with_lookups(products_of_a, terms.rows, a)
     # Selected, since beside a cotangent of 0 the product of inputs may be inf.
-    has_part = terms.has_part
-    pair_has_part = has_part[..., :, None] & has_part[..., None, :]
+    is_nonzero = terms.is_nonzero
+    both_are_nonzero = is_nonzero[..., :, None] & is_nonzero[..., None, :]
     terms_of_pairs = products_of_a * products_of_c
-    return _sum_per_example(jnp.where(pair_has_part, terms_of_pairs, 0))
+    return _sum_per_example(jnp.where(both_are_nonzero, terms_of_pairs, 0))
 
 
 def _inner_products(a: Array) -> Array:
