@@ -24,9 +24,10 @@ from ..._norms.specs import LeafSpec, NormPlan
 from .._example_factors import MAX_CANCELLATION, NormSource
 from .forms import OuterProducts
 
-# The weighted sum multiplies the cotangent c by the clip factor f. A product f * c that
-# is too small becomes 0. Beside an input |a| >= 2^104 the lost a * (f * c) could
-# matter. So the bound of such an example is inf: it does not count.
+# An example with an input at least this long has the norm inf, and does not count. The
+# weighted sum computes a * (f * c), with the clip factor f. A product f * c below the
+# range of the dtype becomes 0, and with such an input a * (f * c) may be too large to
+# lose.
 LARGEST_INPUT = 2.0**104
 # In a mean a norm by gram counts as at least 1 / 256 of sum |a_t| |c_t|. The square of
 # a shorter one is mostly rounding. It might be 0, and the example would not be clipped.
@@ -129,11 +130,10 @@ def norms_by_gram(products: list[OuterProducts], roundings: int | None) -> NormS
 
     Args:
       products: the outer products of all sites.
-      roundings: how many roundings a square has at most, for a private sum. A gradient
-        is then at most 1 + e times as long as its norm, with the error e of
-        `_bounds.py`. A CPU adds up squares in float64. Elsewhere the norm is rounded up
-        by the most that its additions may lose, in whatever order they are made. None
-        for a mean, which needs no such bound.
+      roundings: None for a mean. For a private sum, how many roundings a square has at
+        most. No gradient is then longer than 1 + e times its norm, with the error e of
+        `_bounds.py`: a CPU adds up squares in float64, and elsewhere the norm is
+        rounded up by the most that its additions may lose, in whatever order.
     """
     terms = _gram_terms(products)
     bounds = _term_bounds(terms)
@@ -173,8 +173,8 @@ class GramTerms(NamedTuple):
 
 
 def _gram_terms(products: list[OuterProducts]) -> GramTerms:
-    """The outer products in one dtype. Not all of them are lookups: their norms would
-    be by rows.
+    """The outer products of all sites, in one dtype. At least one site is no lookup:
+    for lookups alone there is `sums_of_rows`.
     """
     lookups = [outer for outer in products if outer.is_lookup]
     dense = joined([outer for outer in products if not outer.is_lookup])
@@ -203,8 +203,8 @@ def _gram_terms(products: list[OuterProducts]) -> GramTerms:
 
 
 def _term_bounds(terms: GramTerms) -> Array:
-    """The bound of each gradient, sum_t |a_t| |c_t|. Of a stack the norm of the bounds
-    of its matrices.
+    """The bound of each gradient, sum_t |a_t| |c_t|. For a stack it is the norm of the
+    bounds of its matrices.
     """
     term_norms = _products_of_norms(terms.a_norms, terms.c_norms)
     return _norms_along_batch(jnp.sum(term_norms, -1))
@@ -232,8 +232,8 @@ def _squares_are_in_range(terms: GramTerms, bounds: Array) -> Array:
 def _bounded_squares(
     terms: GramTerms, bounds: Array, is_in_range: Array, roundings: int
 ) -> Array:
-    """The squares of norms for a private sum. On a CPU they are too small by what
-    float64 loses at most. Elsewhere they are rounded up, and never too small.
+    """The squares of norms for a private sum. On a CPU a square is too small by at most
+    what float64 loses. Elsewhere it is rounded up, and never too small.
     """
     dtype = terms.c.dtype
     lost_share = gamma(roundings, dtype)
@@ -253,8 +253,8 @@ def _bounded_squares(
 
 
 def gamma(count: int, dtype: Any) -> float:
-    """gamma(n) = n u / (1 - n u): the most that n roundings take from a sum, over the
-    sizes of its terms.
+    """gamma(n) = n u / (1 - n u): the largest error of a sum with n roundings, divided
+    by the sum of the sizes of its terms. u is half of eps.
     """
     share = count * float(jnp.finfo(dtype).eps) / 2
     if share >= 1:
