@@ -266,11 +266,7 @@ class SpectralShrink(NamedTuple):
         quotients, divisors = _divided_by_power_of_2(matrices, norms)
         limits = limits.astype(divisors.dtype)
         if self.measure.method == "svd":
-            u, values_of_quotients, vh = jnp.linalg.svd(quotients, full_matrices=False)
-            singular_values = values_of_quotients[..., None, :] * divisors
-            longer_side = max(matrices.shape[-2:])
-            shrunk_values = self._shrunk_values(singular_values, limits, longer_side)
-            return matmul(u * shrunk_values.astype(u.dtype), vh)
+            return self._shrunk_by_svd(quotients, divisors, limits)
         shrunk_quotients = shrunk_by_products(
             quotients,
             limits / divisors,
@@ -280,25 +276,25 @@ class SpectralShrink(NamedTuple):
         )
         return divisors.astype(quotients.dtype) * shrunk_quotients
 
-    def _shrunk_values(
-        self, singular_values: Array, limits: Array, longer_side: int
-    ) -> Array:
-        """The shrunk singular values of matrices, in the shape of `singular_values`:
-        [..., 1, values], the largest first. `longer_side` is max(rows, columns).
-        """
+    def _shrunk_by_svd(self, quotients: Array, divisors: Array, limits: Array) -> Array:
+        """The matrices quotients * divisors with shrunk singular values."""
+        u, values_of_quotients, vh = jnp.linalg.svd(quotients, full_matrices=False)
+        # [..., 1, values], the largest first
+        singular_values = values_of_quotients[..., None, :] * divisors
         limits = jnp.broadcast_to(limits, singular_values.shape)
         shrunk_values = shrunk_by(
             self.shrink, singular_values, limits, self.measure.call
         )
-        if self.shrink is hard:
-            return shrunk_values
-        # A singular value that LAPACK and NumPy's `matrix_rank` count as 0 may be
-        # rounding noise, and its singular vectors too. `normalize` would bring it to
-        # the limit.
-        eps = jnp.finfo(singular_values.dtype).eps
-        noise = eps * longer_side * singular_values[..., :1]
-        not_lengthened = jnp.minimum(shrunk_values, singular_values)
-        return jnp.where(singular_values <= noise, not_lengthened, shrunk_values)
+        if self.shrink is not hard:
+            # A singular value that LAPACK and NumPy's `matrix_rank` count as 0 may be
+            # rounding noise, and its singular vectors too. `normalize` would bring it
+            # to the limit.
+            eps = jnp.finfo(singular_values.dtype).eps
+            noise = eps * max(quotients.shape[-2:]) * singular_values[..., :1]
+            not_lengthened = jnp.minimum(shrunk_values, singular_values)
+            is_noise = singular_values <= noise
+            shrunk_values = jnp.where(is_noise, not_lengthened, shrunk_values)
+        return matmul(u * shrunk_values.astype(u.dtype), vh)
 
 
 def _matrix_of_distinct_values(matrices: Array) -> Array:
