@@ -130,10 +130,11 @@ def norms_by_gram(products: list[OuterProducts], roundings: int | None) -> NormS
 
     Args:
       products: the outer products of all sites.
-      roundings: None for a mean. For a private sum, how many roundings a square has at
-        most. No gradient is then longer than 1 + e times its norm, with the error e of
-        `_bounds.py`: a CPU adds up squares in float64, and elsewhere the norm is
-        rounded up by the most that its additions may lose, in whatever order.
+      roundings: how many roundings a square has at most, for a private sum. A gradient
+        is then at most 1 + e times as long as its norm, with the error e of
+        `_bounds.py`. A CPU adds up squares in float64. Elsewhere the norm is rounded up
+        by the most that its additions may lose, in whatever order they are made. None
+        for a mean, which needs no such bound.
     """
     terms = _gram_terms(products)
     bounds = _term_bounds(terms)
