@@ -144,47 +144,46 @@ def shrunk_by(shrink: Shrink, norm: Array, limit: Array, call: str) -> Any:
 
 
 def roots_of_norms(
-    roots: Array, norms: list[Array], limits: list[Array], decide: Callable[..., Any]
+    roots: Array,
+    norms: list[Array],
+    limits: list[Array],
+    root_of: Callable[[Array, Array], Array],
 ) -> list[Array]:
-    """The entries of the vector `roots`, which has one root for each norm.
+    """The root of the factor of each norm, out of the vector of all roots.
 
-    Usually the vector is split. On a TPU with at most 64 norms it is not used: each
-    root is computed anew, by `decide` from one norm and its limit. So no leaf waits
-    until all are measured, and each is still on the chip when it is multiplied. A
-    scanned decoder of width 1024 then moves 5.28 GB on a v5e, instead of 5.61.
+        GPU            slices of the vector
+        CPU            sums of the vector, see `_numbers_by_sums`
+        TPU            slices, and for at most 64 norms computed again by `root_of`
+
+    Computed again, no root waits until all leaves are measured, so each leaf is still
+    on the chip when it is multiplied. A scanned decoder of width 1024 then moves
+    5.28 GB on a v5e, instead of 5.61.
 
     Args:
-      roots: the roots of the factors.
+      roots: the vector.
       norms, limits: from which the roots were computed, in the same order.
-      decide: returns the `Decision` on a norm and its limit.
+      root_of: returns the root for a norm and its limit.
     """
     norm_types = [jax.typeof(norm) for norm in norms]
 
-    def split_by_slices(roots: Array) -> list[Array]:
+    def slices(roots: Array) -> list[Array]:
         # Without the barrier XLA computes the vector again for each leaf.
         return entries_of(lax.optimization_barrier(roots), norm_types)
 
-    def split_by_sums(roots: Array) -> list[Array]:
+    def sums(roots: Array) -> list[Array]:
         roots = lax.optimization_barrier(roots)
         numbers = []
         for start in range(0, roots.size, MOST_IN_A_KERNEL):
             numbers += _numbers_by_sums(roots[start : start + MOST_IN_A_KERNEL])
         return entries_of(roots, norm_types, numbers)
 
-    def recomputed(roots: Array) -> list[Array]:
+    def computed_again(roots: Array) -> list[Array]:
         # Jitted, so that it is traced once.
-        decide_one = jax.jit(decide)
-        return [
-            decide_one(norm, limit).root_of_factor for norm, limit in zip(norms, limits)
-        ]
+        return list(map(jax.jit(root_of), norms, limits))
 
     are_few = len(norms) <= FEW_NORMS_ON_A_TPU
-    return per_platform(
-        roots,
-        cpu=split_by_sums,
-        gpu=split_by_slices,
-        plain=recomputed if are_few else split_by_slices,
-    )
+    tpu = computed_again if are_few else slices
+    return per_platform(roots, cpu=sums, gpu=slices, plain=tpu)
 
 
 @jax.jit
@@ -207,7 +206,8 @@ def rescale(updates: PyTree, norms: PyTree, new_norms: PyTree) -> Any:
 
     Args:
       updates: a pytree of arrays.
-      norms: a tree prefix of `updates`: their norms. None in it leaves a part alone.
+      norms: a tree prefix of `updates`: their norms. A part whose norm is None stays as
+        it is.
       new_norms: what the norms become, in the same structure.
 
     Returns:

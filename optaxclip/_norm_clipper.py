@@ -529,7 +529,12 @@ def _roots_by_name(
         return block.by_name(decision.root_of_factor)
     norms = list(block.norm_of_name.values())
     limits = [limit_of_name[name] for name in block.norm_of_name]
-    roots = roots_of_norms(decision.root_of_factor, norms, limits, decide)
+    roots = roots_of_norms(
+        decision.root_of_factor,
+        norms,
+        limits,
+        root_of=lambda norm, limit: decide(norm, limit).root_of_factor,
+    )
     return dict(zip(block.norm_of_name, roots))
 
 

@@ -202,7 +202,7 @@ def larc(
         f"{call}: weight_decay",
         weight_decay,
         highest=float(np.finfo(np.float64).max),
-        schedule=False,
+        may_be_schedule=False,
         is_scalar=True,
     )
     rule = Larc(learning_rate, trust)
@@ -260,7 +260,7 @@ class Larc(Rule):
     """limit = trust * |p| / learning_rate, and none for weights or a rate of 0."""
 
     learning_rate: Number = number_field()
-    trust: ArrayLike = number_field(schedule=False)
+    trust: ArrayLike = number_field(may_be_schedule=False)
 
     needs_params = True
 
@@ -374,7 +374,7 @@ def clippy(
     ClippyAdagrad.
     """
     call = "clippy"
-    checked_bound = partial(checked_number, schedule=False, is_scalar=True)
+    checked_bound = partial(checked_number, may_be_schedule=False, is_scalar=True)
     relative = checked_bound(f"{call}: relative", relative)
     absolute = checked_bound(f"{call}: absolute", absolute)
     options = checked_options(call, ord=math.inf, stacked=stacked, mesh_axes=mesh_axes)

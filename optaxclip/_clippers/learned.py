@@ -306,7 +306,7 @@ class Adagc(Rule):
     ratio: Number = number_field()
     decay: Number = number_field(highest=1.0)
     max_norm: Number = number_field()
-    warmup: ArrayLike = number_field(lowest=1, schedule=False)
+    warmup: ArrayLike = number_field(lowest=1, may_be_schedule=False)
 
     # `update` gets the norm of all tensors together, which the warm-up clips.
     needs_total = True

@@ -113,7 +113,7 @@ def spam(
     checked_scalar = partial(checked_number, is_scalar=True)
     threshold = checked_scalar(f"{call}: threshold", threshold)
     decay = checked_scalar(f"{call}: decay", decay, highest=1.0)
-    warmup = checked_scalar(f"{call}: warmup", warmup, schedule=False)
+    warmup = checked_scalar(f"{call}: warmup", warmup, may_be_schedule=False)
     if every is not None:
         checks.check_whole_number(f"{call}: every", every)
         # Otherwise a warm-up would last until the next reset, and nothing be clipped.
@@ -399,7 +399,9 @@ def reset_momentum(
     """
     call = "reset_momentum"
     checks.check_whole_number(f"{call}: every", every)
-    warmup = checked_number(f"{call}: warmup", warmup, schedule=False, is_scalar=True)
+    warmup = checked_number(
+        f"{call}: warmup", warmup, may_be_schedule=False, is_scalar=True
+    )
     optimizer = checks.with_extra_args(f"{call}: inner", inner)
 
     def init(params: PyTree) -> ResetState:

@@ -179,6 +179,7 @@ def clip_by_spectral_norm(
             f"{call}: method='newton_schulz' knows the shrinks hard and smooth(2), got "
             f"{shown(shrink)}: take method='svd'."
         )
+    shrink_matrices = SpectralShrink(measure, shrink, steps)
     norm_clipper = make_clipper(
         measure, max_norm, call=call, shrink=shrink, nonfinite=nonfinite
     )
@@ -191,64 +192,109 @@ def clip_by_spectral_norm(
         extra_args.pop("grad_norm", None)
         # `norm_clipper` computes norms and limits, counts, and multiplies each leaf by
         # one factor. That is all for vectors, zeros, broken norms, and limits of 0 or
-        # inf. `_shrunk_tree` replaces the other leaves.
+        # inf. `shrink_matrices` replaces the other leaves.
         rescaled, new_state = norm_clipper.update(tree, state, params, **extra_args)
         if max_norm is None and extra_args.get("limit") is None:
             return updates, new_state
-        clipped = _shrunk_tree(measure, shrink, steps, tree, rescaled, new_state)
-        return put_back(clipped, updates), new_state
+        return put_back(shrink_matrices(tree, rescaled, new_state), updates), new_state
 
     return optax.GradientTransformationExtraArgs(norm_clipper.init, update)
 
 
-# Jitted at module level, so that clippers with equal settings share a program.
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _shrunk_tree(
-    measure: SpectralNorm,
-    shrink: Shrink,
-    steps: int | None,
-    tree: PyTree,
-    rescaled: Any,
-    state: ClipState,
-) -> Any:
-    """The tree with shrunk singular values.
+class SpectralShrink(NamedTuple):
+    """Shrinks the singular values of each matrix of a tree.
 
-    Args:
-      measure, shrink, steps: the settings of the clipper.
-      tree: the gradients.
-      rescaled: the tree with each leaf multiplied by one factor.
-      state: the state after this step, with its norms and limits.
+    Hashable, so that it can be a static argument.
     """
-    gradients = jax.tree.leaves(tree)
-    rescaled_leaves, treedef = jax.tree.flatten(rescaled)
-    results = list(rescaled_leaves)
-    entry_by_name = state.by_name()
-    names = trees.unique_names(trees.leaf_paths(tree))
-    for layout, indices in measure.indices_by_layout(tree).items():
-        matrices = layout.stack(gradients, indices)
-        # Norms and limits of this step, [leaves, *layers, 1, 1].
-        entries = [entry_by_name[names[index]] for index in indices]
+
+    measure: SpectralNorm
+    shrink: Shrink
+    steps: int | None
+
+    # Jitted in the class, so that clippers with equal settings share a program.
+    @partial(jax.jit, static_argnums=0)
+    def __call__(self, tree: PyTree, rescaled: Any, state: ClipState) -> Any:
+        """The tree with shrunk singular values.
+
+        Args:
+          tree: the gradients.
+          rescaled: the tree with each leaf multiplied by one factor.
+          state: the state after this step, with its norms and limits.
+        """
+        gradients = jax.tree.leaves(tree)
+        leaves, treedef = jax.tree.flatten(rescaled)
+        entry_by_name = state.by_name()
+        names = trees.unique_names(trees.leaf_paths(tree))
+        entries = [entry_by_name[name] for name in names]
+        for layout, indices in self.measure.indices_by_layout(tree).items():
+            clipped = self._clipped(
+                layout.stack(gradients, indices),
+                rescaled=layout.stack(leaves, indices),
+                norms=jnp.stack([entries[index].norm for index in indices]),
+                limits=jnp.stack([entries[index].limit for index in indices]),
+            )
+            for index, matrices in zip(indices, clipped):
+                leaves[index] = layout.unstack(matrices, like=leaves[index])
+        return treedef.unflatten(leaves)
+
+    def _clipped(
+        self, matrices: Array, *, rescaled: Array, norms: Array, limits: Array
+    ) -> Array:
+        """Matrices [leaves, *layers, rows, columns], each with shrunk singular values,
+        or as it was rescaled if that is all it needs. `norms` and `limits` have one
+        number for each matrix.
+        """
         shape = *matrices.shape[:-2], 1, 1
-        norms = jnp.stack([entry.norm for entry in entries]).reshape(shape)
-        limits = jnp.stack([entry.limit for entry in entries]).reshape(shape)
+        norms = norms.reshape(shape)
+        limits = limits.reshape(shape)
         # Zeros, broken matrices, and those with a limit of 0 or inf stay as they were
         # rescaled.
         has_norm = jnp.isfinite(norms) & (norms > 0)
         is_shrunk = has_norm & jnp.isfinite(limits) & (limits > 0)
         # With `hard` a matrix within its limit keeps its bits.
-        if shrink is hard:
+        if self.shrink is hard:
             is_shrunk = is_shrunk & (norms > limits)
         matrices = jnp.where(is_shrunk, matrices, _matrix_of_distinct_values(matrices))
         norms = jnp.where(is_shrunk, norms, 1.0)
         limits = jnp.where(is_shrunk, limits, 1.0)
-        shrunk = _shrunk_matrices(measure, shrink, steps, matrices, norms, limits)
-        rescaled_matrices = layout.stack(rescaled_leaves, indices)
-        clipped = jnp.where(is_shrunk, shrunk, rescaled_matrices)
-        for index, matrices_of_leaf in zip(indices, clipped):
-            results[index] = layout.unstack(
-                matrices_of_leaf, like=rescaled_leaves[index]
-            )
-    return treedef.unflatten(results)
+        return jnp.where(is_shrunk, self._shrunk(matrices, norms, limits), rescaled)
+
+    def _shrunk(self, matrices: Array, norms: Array, limits: Array) -> Array:
+        """Matrices [..., rows, columns] with shrunk singular values. `norms` and
+        `limits` are [..., 1, 1].
+        """
+        quotients, divisors = _divided_by_power_of_2(matrices, norms)
+        limits = limits.astype(divisors.dtype)
+        if self.measure.method == "svd":
+            return self._shrunk_by_svd(quotients, divisors, limits)
+        shrunk_quotients = shrunk_by_products(
+            quotients,
+            limits / divisors,
+            norms.astype(divisors.dtype) / divisors,
+            self.steps,
+            is_hard=self.shrink is hard,
+        )
+        return divisors.astype(quotients.dtype) * shrunk_quotients
+
+    def _shrunk_by_svd(self, quotients: Array, divisors: Array, limits: Array) -> Array:
+        """The matrices quotients * divisors with shrunk singular values."""
+        u, values_of_quotients, vh = jnp.linalg.svd(quotients, full_matrices=False)
+        # [..., 1, values], the largest first
+        singular_values = values_of_quotients[..., None, :] * divisors
+        limits = jnp.broadcast_to(limits, singular_values.shape)
+        shrunk_values = shrunk_by(
+            self.shrink, singular_values, limits, self.measure.call
+        )
+        if self.shrink is not hard:
+            # A singular value that LAPACK and NumPy's `matrix_rank` count as 0 may be
+            # rounding noise, and its singular vectors too. `normalize` would bring it
+            # to the limit.
+            eps = jnp.finfo(singular_values.dtype).eps
+            noise = eps * max(quotients.shape[-2:]) * singular_values[..., :1]
+            not_lengthened = jnp.minimum(shrunk_values, singular_values)
+            is_noise = singular_values <= noise
+            shrunk_values = jnp.where(is_noise, not_lengthened, shrunk_values)
+        return matmul(u * shrunk_values.astype(u.dtype), vh)
 
 
 def _matrix_of_distinct_values(matrices: Array) -> Array:
@@ -262,52 +308,6 @@ def _matrix_of_distinct_values(matrices: Array) -> Array:
     values = jnp.arange(columns, 0, -1)[None, :] / columns
     matrix = jnp.eye(rows, columns) * values
     return jnp.expand_dims(matrix.astype(matrices.dtype), range(matrices.ndim - 2))
-
-
-def _shrunk_matrices(
-    measure: SpectralNorm,
-    shrink: Shrink,
-    steps: int | None,
-    matrices: Array,
-    norms: Array,
-    limits: Array,
-) -> Array:
-    """Matrices [..., rows, columns] with shrunk singular values. `norms` and `limits`
-    are [..., 1, 1].
-    """
-    quotients, divisors = _divided_by_power_of_2(matrices, norms)
-    limits = limits.astype(divisors.dtype)
-    if measure.method == "svd":
-        u, values_of_quotients, vh = jnp.linalg.svd(quotients, full_matrices=False)
-        singular_values = values_of_quotients[..., None, :] * divisors
-        longer_side = max(matrices.shape[-2:])
-        shrunk_values = _shrunk_values(
-            shrink, singular_values, limits, longer_side, measure.call
-        )
-        return matmul(u * shrunk_values.astype(u.dtype), vh)
-    norms = norms.astype(divisors.dtype)
-    shrunk_quotients = shrunk_by_products(
-        quotients, limits / divisors, norms / divisors, steps, is_hard=shrink is hard
-    )
-    return divisors.astype(quotients.dtype) * shrunk_quotients
-
-
-def _shrunk_values(
-    shrink: Shrink, singular_values: Array, limits: Array, longer_side: int, call: str
-) -> Array:
-    """The shrunk singular values of matrices. `singular_values` is [..., 1, values],
-    the largest first. `longer_side` is max(rows, columns).
-    """
-    limits = jnp.broadcast_to(limits, singular_values.shape)
-    shrunk_values = shrunk_by(shrink, singular_values, limits, call)
-    if shrink is hard:
-        return shrunk_values
-    # A singular value that LAPACK and NumPy's `matrix_rank` count as 0 may be rounding
-    # noise, and its singular vectors too. `normalize` would bring it to the limit.
-    eps = jnp.finfo(singular_values.dtype).eps
-    noise = eps * longer_side * singular_values[..., :1]
-    not_lengthened = jnp.minimum(shrunk_values, singular_values)
-    return jnp.where(singular_values <= noise, not_lengthened, shrunk_values)
 
 
 def spectral_norm(
@@ -356,7 +356,7 @@ def _checked_measure(
       TypeError: a bool or an array in `columns` or `stacked`.
     """
     check_choice(f"{call}: method", method, get_args(Method))
-    # A leaf has one number of columns, so a tuple is a node of the tree and no value.
+    # The value for a leaf is one int. So a tuple is a node of the tree.
     columns = static_axes(f"{call}: columns", columns, trees.is_none)
     stacked = static_axes(f"{call}: stacked", stacked)
     return SpectralNorm(call, method, columns, stacked)
@@ -376,8 +376,9 @@ class SpectralNorm(NamedTuple):
     @partial(jax.jit, static_argnums=0)
     def __call__(self, tree: PyTree) -> Norms:
         leaves = jax.tree.leaves(tree)
-        # Vectors keep their L2 norm, which is their spectral norm. Leaves with layers
-        # have None: devices may hold different layers, whose norms are not summed.
+        # Vectors keep their L2 norm, which is their spectral norm. The squares of
+        # leaves with layers are not summed over mesh axes (None), since each device may
+        # hold other layers.
         mesh_axes = [None if axes else "auto" for axes in self.layer_axes(tree)]
         mesh_axes_by_path = Prefix(tuple(zip(trees.leaf_paths(tree), mesh_axes)))
         l2_measure = TensorNorm(
@@ -416,7 +417,7 @@ class SpectralNorm(NamedTuple):
         return stacked_axes(self.stacked, tree, self.call, shapes)
 
     def indices_by_layout(self, tree: PyTree) -> dict[MatrixLayout, list[int]]:
-        """The indices of the leaves that are matrices, by how they are read as such."""
+        """For each layout, the indices of the leaves that it reads as matrices."""
         columns = for_each_leaf(self.columns, tree, f"{self.call}: columns")
         layer_axes_of_leaves = self.layer_axes(tree)
         indices_by_layout: dict[MatrixLayout, list[int]] = {}

@@ -84,30 +84,25 @@ def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
     if "\0" in text:
         raise ValueError(f"the file is binary. {FORMATS_TEXT}.")
     if pattern is not None:
-        notes_on_commas: Notes = []
-        with suppress(ValueError):
-            rows = _rows_of_pattern(_without_commas(text, notes_on_commas), pattern)
-            notes += notes_on_commas
-            return rows
-        # The pattern may have the commas itself.
-        return _rows_of_pattern(text, pattern)
+        return _rows_by_given_pattern(text, pattern, notes)
     notes_on_rows: Notes = []
     rows = _rows_of_table(text, notes_on_rows) or _rows_of_dicts(text, notes_on_rows)
     # A program may print its settings as a dict, and then a text with more numbers.
     named_numbers = len(re.findall(NAMED_NUMBER, text))
-    if not rows or (named_numbers > len(rows) and not _has_loss_or_norm(rows)):
-        return _rows_of_text(_without_commas(text, notes), notes)
-    notes += notes_on_rows
-    return rows
+    if rows and (named_numbers <= len(rows) or _has_loss_or_norm(rows)):
+        notes += notes_on_rows
+        return rows
+    return _rows_of_text(_without_commas(text, notes), notes)
 
 
 def _has_loss_or_norm(rows: Sequence[Row]) -> bool:
     """Whether a name of a column says that it is a loss or a norm of the gradient."""
-    # Settings without a number are no log. Their loss is a text, such as "mse".
-    with suppress(ValueError):
+    try:
         log = log_from_rows(rows, [])
-        return loss_of(log) is not None or bool(norms_of(log))
-    return False
+    except ValueError:
+        # Settings without a number are no log. Their loss is a text, such as "mse".
+        return False
+    return loss_of(log) is not None or bool(norms_of(log))
 
 
 def _cleaned_text(data: bytes) -> str:
@@ -116,14 +111,14 @@ def _cleaned_text(data: bytes) -> str:
     """
     # Excel begins a CSV with a byte order mark.
     text = data.decode("utf-8-sig", errors="replace")
-    # A crash of the machine may leave a block of zeros. Rows follow it if the run went
-    # on.
+    # A crash of the machine may leave a block of zeros, and the next run writes after
+    # it.
     text = re.sub("\0{3,}", "\n", text)
     # torchtitan prints in colors.
     text = re.sub(r"\x1b\[[\d;]*m", "", text)
     # NumPy, JAX and torch print np.float64(2.5), Array([1., nan], dtype=float32) and
     # tensor(2.5, grad_fn=<MeanBackward0>).
-    # JSON and CSV mostly have no parenthesis, and are spared the search.
+    # The search is slow. Most JSON and CSV has no parenthesis, and needs none.
     if "(" in text:
         arrays = r"\b(?:np\.\w+|[Aa]rray|tensor)\((\[[^()]*\]|[-+.\w]+)[^()]*\)"
         text = re.sub(arrays, r"\1", text)
@@ -141,8 +136,8 @@ def _without_commas(text: str, notes: Notes) -> str:
     numbers_with_comma = [number for number in numbers if "," in number]
     if not numbers_with_comma or any("." in number for number in numbers):
         return text
-    # If commas were decimal ones, with three digits behind each, all numbers would have
-    # one.
+    # Decimal commas with three digits after them look like thousands separators, but
+    # then every number has one.
     may_be_thousands = len(numbers_with_comma) < len(numbers)
     with_thousands = re.compile(r"[1-9]\d{0,2}(,\d{3})+")
     if may_be_thousands and all(map(with_thousands.fullmatch, numbers_with_comma)):
@@ -236,22 +231,21 @@ def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
     end = 0
     while (start := text.find("{", end)) >= 0:
         row, end_of_row = _dict_at(text, start)
-        if row is None and start == 0:
-            columns = _columns_up_to_cut(text)
+        if row is None:
+            columns = _columns_up_to_cut(text) if start == 0 else {}
             if columns:
                 notes.append("The JSON is cut off, and read up to there.")
                 return _rows_of_single_dict(columns)
-        if row is None:
             other_text += text[end:end_of_row]
         else:
             other_text += f"{text[end:start]}\n"
-        if row:
             dicts.append(row)
         end = end_of_row
     other_text += text[end:]
-    rows: Sequence[Row] = dicts
-    if len(dicts) == 1:
-        rows = _rows_of_single_dict(dicts[0])
+    # An empty dict is no row.
+    rows: Sequence[Row] = [row for row in dicts if row]
+    if len(rows) == 1:
+        rows = _rows_of_single_dict(rows[0])
     # Without any number the braces are code, or other text.
     if not any(has_number(flattened(row).values()) for row in rows):
         return []
@@ -338,7 +332,7 @@ def _dict_at(text: str, start: int) -> tuple[Row | None, int]:
 
 
 class _WithLiterals(ast.NodeTransformer):
-    """Replaces the names nan and inf by numbers."""
+    """Replaces the names nan and inf by numbers. ValueError for any other name."""
 
     def visit_Name(self, node: ast.Name) -> ast.Constant:
         return ast.Constant(float(node.id))
@@ -407,8 +401,12 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
     return rows
 
 
-def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
-    """A row for each line of a text that a pattern fits, and for each step in it."""
+def _rows_by_given_pattern(text: str, pattern: str, notes: Notes) -> list[Row]:
+    """The rows of a text by a pattern of the user's.
+
+    Raises:
+      ValueError: the pattern is no regular expression with groups, or fits no line.
+    """
     expected = (
         "pattern must be a regular expression with a group for each column, such as "
         f"'norm: (?P<grad_norm>\\S+)', got '{pattern}'."
@@ -419,6 +417,22 @@ def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
         raise ValueError(f"{expected} Python says: {error}.") from None
     if not regex.groups:
         raise ValueError(expected)
+    notes_on_commas: Notes = []
+    text_without_commas = _without_commas(text, notes_on_commas)
+    rows = _rows_of_pattern(text_without_commas, regex)
+    if rows:
+        notes += notes_on_commas
+        return rows
+    # The pattern may have the commas itself.
+    rows = _rows_of_pattern(text, regex)
+    if not rows:
+        advice = _advice_for_text(_pattern_of_frequent_labels(text_without_commas))
+        raise ValueError(f"pattern '{pattern}' fits no line. {advice}")
+    return rows
+
+
+def _rows_of_pattern(text: str, regex: re.Pattern[str]) -> list[Row]:
+    """A row for each step in a line that a pattern fits. A line may have several."""
     rows: list[Row] = []
     for line in text.splitlines():
         row: dict[str, object] = {}
@@ -428,16 +442,12 @@ def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
                 # A group that fits no character begins no new step.
                 if cell is None or (name in row and not cell):
                     continue
-                # A line may have several steps.
                 if name in row:
                     rows.append(row)
                     row = {}
                 row[name] = cell.strip(",;:|()[]%")
         if row:
             rows.append(row)
-    if not rows:
-        advice = _advice_for_text(_frequent_pattern(_without_commas(text, [])))
-        raise ValueError(f"pattern '{pattern}' fits no line. {advice}")
     return rows
 
 
@@ -471,12 +481,14 @@ LABELS = {
 STEP_NUMBER = r"\d+\b(?!%|[.,]\d)"
 
 
-def _pattern_of(column: str, label: str, lookbehind: str, text: str) -> str:
-    """The simplest pattern that finds the numbers behind a label. `label` and
-    `lookbehind` are patterns.
+def _shortest_pattern(
+    column: str, label_pattern: str, lookbehind: str, text: str
+) -> str:
+    """The simplest pattern that finds the numbers after a label in a text.
+    `label_pattern` and `lookbehind` are patterns too.
     """
-    # Both patterns of a number leave out a full stop at the end of a line. The simple
-    # one also takes words, such as "scale" in "loss scale 65536".
+    # A number ends with a letter or a digit, and not with the full stop of a sentence.
+    # The simple pattern also takes words, such as "scale" in "loss scale 65536".
     simple_number = r"\S*\w"
     number = rf"(?:{THOUSANDS}\b|(?i:[-+.]*(?:\d|nan|inf)[-+.\w]*)\b)"
     # A step has only digits: the label "s" also fits the end of "iterations", before a
@@ -484,19 +496,19 @@ def _pattern_of(column: str, label: str, lookbehind: str, text: str) -> str:
     if column == "step":
         simple_number = r"\d+"
         number = STEP_NUMBER
-    pattern = f"{lookbehind}{label}(?P<{column}>{number})"
+    pattern = f"{lookbehind}{label_pattern}(?P<{column}>{number})"
     numbers = re.findall(pattern, text)
     for shorter_pattern in (
-        f"{label}(?P<{column}>{simple_number})",
-        f"{lookbehind}{label}(?P<{column}>{simple_number})",
-        f"{label}(?P<{column}>{number})",
+        f"{label_pattern}(?P<{column}>{simple_number})",
+        f"{lookbehind}{label_pattern}(?P<{column}>{simple_number})",
+        f"{label_pattern}(?P<{column}>{number})",
     ):
         if re.findall(shorter_pattern, text) == numbers:
             return shorter_pattern
     return pattern
 
 
-def _as_pattern(label: str) -> str:
+def _pattern_of_label(label: str) -> str:
     """The pattern of a label, with any number of blanks in it and after it. Programs
     pad numbers with blanks: "norm=   2.5", and then "norm=1000.5".
     """
@@ -513,10 +525,10 @@ def _rows_of_text(text: str, notes: Notes) -> list[Row]:
     Raises:
       ValueError: the pattern finds few of the losses and norms.
     """
-    pattern = _frequent_pattern(text)
+    pattern = _pattern_of_frequent_labels(text)
     reason = ""
     if pattern:
-        rows = _rows_of_pattern(text, pattern)
+        rows = _rows_of_pattern(text, re.compile(pattern))
         # Documents and programs name losses and norms, mostly without a number.
         naming_lines = re.findall(r"(?im)^.*(?:loss|norm)", text)
         losses_and_norms = [
@@ -554,74 +566,83 @@ def _advice_for_text(pattern: str) -> str:
     )
 
 
-def _frequent_pattern(text: str) -> str:
+def _pattern_of_frequent_labels(text: str) -> str:
     """The pattern of the most frequent labels of a text. It is empty if no number has
     the label of a loss or a norm.
     """
-    labels = {quantity: _labels_in_text(quantity, text) for quantity in LABELS}
+    label_counts = {quantity: _label_patterns_in(quantity, text) for quantity in LABELS}
     # How often the most frequent label of a quantity is used.
     uses = {
-        quantity: max(counts.values(), default=0) for quantity, counts in labels.items()
+        quantity: max(counts.values(), default=0)
+        for quantity, counts in label_counts.items()
     }
     loss_or_norm_count = max(uses["loss"], uses["grad_norm"])
     if loss_or_norm_count == 0:
         return ""
-    # Steps and rates with fewer labels than half of the losses or norms stand in other
-    # lines, such as "saved step 100".
+    # If a step or a rate has its label in less than half as many places as the loss or
+    # the norm, it stands in other lines, such as "saved step 100".
     least_uses = loss_or_norm_count / 2
     patterns: dict[str, str] = {}  # by column
     for quantity, (lookbehind, _) in LABELS.items():
         if quantity in ("step", "lr") and uses[quantity] < least_uses:
             continue
-        for column, label in _labels_by_column(quantity, labels[quantity]).items():
-            patterns[column] = _pattern_of(column, label, lookbehind, text)
+        by_column = _label_pattern_by_column(quantity, label_counts[quantity])
+        for column, label_pattern in by_column.items():
+            patterns[column] = _shortest_pattern(
+                column, label_pattern, lookbehind, text
+            )
     if uses["step"] < least_uses:
-        rises, pattern = _steps_without_label(text)
-        if rises >= least_uses:
+        net_rises, pattern = _steps_without_label(text)
+        if net_rises >= least_uses:
             patterns["step"] = pattern
     return "|".join(patterns.values())
 
 
-def _labels_in_text(quantity: str, text: str) -> Counter[str]:
-    """The labels of numbers of a quantity, as patterns, and how often each is used."""
-    lookbehind, label_pattern = LABELS[quantity]
+def _label_patterns_in(quantity: str, text: str) -> Counter[str]:
+    """The labels of a quantity in a text, each as a pattern, and how often each stands
+    before a number.
+    """
+    lookbehind, any_label = LABELS[quantity]
     # A run may have NaN from its first line on.
     number = STEP_NUMBER if quantity == "step" else r"[-+]?(\.?\d|nan\b|inf\b)"
     # mmdet prints "Iter [50/900]", and stable-baselines "loss | 2.5".
     gap = rf"[ :=|]+\[? *(?={number})"
-    matches = re.finditer(rf"(?i){lookbehind}({label_pattern}){gap}", text)
-    return Counter(_as_pattern(match[0]) for match in matches)
+    matches = re.finditer(rf"(?i){lookbehind}({any_label}){gap}", text)
+    return Counter(_pattern_of_label(match[0]) for match in matches)
 
 
-def _labels_by_column(quantity: str, labels: Counter[str]) -> dict[str, str]:
-    """The columns of a quantity with their labels: one column with the most frequent
-    label, or one for each optimizer.
+def _label_pattern_by_column(
+    quantity: str, label_counts: Counter[str]
+) -> dict[str, str]:
+    """The columns of a quantity with the patterns of their labels: one column with the
+    most frequent label, or one for each optimizer.
     """
-    if not labels:
+    if not label_counts:
         return {}
-    most_frequent, most_uses = labels.most_common(1)[0]
-    # Of several optimizers each has a group, as in critic/grad_norm. verl leaves out
+    most_frequent, most_uses = label_counts.most_common(1)[0]
+    # Each of several optimizers has a group, as in critic/grad_norm. verl leaves out
     # the actor's norm in the first steps.
-    labels_in_groups = {
-        _column_name(label): label
-        for label, uses in labels.items()
-        if "/" in label and uses >= most_uses / 2
+    patterns_with_group = {
+        _column_name(label_pattern): label_pattern
+        for label_pattern, uses in label_counts.items()
+        if "/" in label_pattern and uses >= most_uses / 2
     }
-    if len(labels_in_groups) > 1:
-        return labels_in_groups
+    if len(patterns_with_group) > 1:
+        return patterns_with_group
     return {quantity: most_frequent}
 
 
-def _column_name(label: str) -> str:
-    """The name of a group for the pattern of a label. A digit may not begin it."""
-    name = re.sub(r"(\\s[*+]|\W)+", "_", label).strip("_")
+def _column_name(label_pattern: str) -> str:
+    """The name of a group for the pattern of a label. It may not begin with a digit."""
+    name = re.sub(r"(\\s[*+]|\W)+", "_", label_pattern).strip("_")
     return f"_{name}" if name[0].isdigit() else name
 
 
 def _steps_without_label(text: str) -> tuple[float, str]:
-    """The pattern of steps without a label, such as the 250 of "250/400", and how often
-    they rise, less how often they fall. The numbers that rise most often are taken: an
-    epoch stays the same for many lines, and "45/64 right" rises and falls.
+    """(net_rises, pattern): the pattern of steps without a label, such as the 250 of
+    "250/400", and how often these numbers rise, less how often they fall. The pattern
+    with the most net rises is taken: an epoch stays the same for many lines, and
+    "45/64 right" rises and falls.
     """
     totals = Counter(re.findall(r"\d+/(\d+)\b", text))
     patterns = [rf"\b(?P<step>\d+)/{total}\b" for total, _ in totals.most_common(5)]
@@ -630,6 +651,6 @@ def _steps_without_label(text: str) -> tuple[float, str]:
     candidates: list[tuple[float, str]] = []
     for pattern in patterns:
         steps = np.array(re.findall(pattern, text), float)
-        rises = np.sign(np.diff(steps)).sum()
-        candidates.append((rises, pattern))
+        net_rises = np.sign(np.diff(steps)).sum()
+        candidates.append((net_rises, pattern))
     return max(candidates)

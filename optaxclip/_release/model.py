@@ -1,6 +1,14 @@
-"""The loss with its params: which weights belong to layers, and one backward pass."""
+"""The loss with its params: which weights belong to layers, and one backward pass.
+
+    leaf      an array of params
+    weight    a leaf that is trained
+    entry     a leaf, or an array of the optimizer's state
+
+Dicts of them have their paths in (params, state) as keys.
+"""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +35,7 @@ class PassResult(NamedTuple):
     value: Any  # what the loss returned
     outer_grads: Entries  # of the weights outside of the layers
     stack_entries: Entries  # the new weights and states of all layers
-    budget: Budget  # that the layers leave
+    budget: Budget  # what the layers leave of it
 
 
 class Model(NamedTuple):
@@ -40,7 +48,9 @@ class Model(NamedTuple):
 
     @property
     def group_count(self) -> int:
-        """The layers of all stacks, and the weights outside of them."""
+        """How many groups share the budget: each layer of each stack, and all weights
+        outside of the layers together.
+        """
         layer_counts = [stack.length for stack in self.program.stacks.values()]
         return sum(layer_counts) + 1
 
@@ -53,52 +63,59 @@ class Model(NamedTuple):
     ) -> PassResult:
         """Goes through the loss forward and backward, and updates the layers.
 
-        Only the weights outside of layers get gradients. In the place of the cotangents
-        of `stack_entries` and `budget`, `backward` returns the new entries of layers,
-        and the budget that the layers leave (stacks.py).
+        Only the weights outside of layers get gradients. Entries and budget have no
+        cotangents: in their places the backward pass carries the new entries, and the
+        budget that is left, from layer to layer (stacks.py).
         """
         stack_entries = {path: all_entries[path] for path in self.slice_of_entry}
         outer_paths = self.trained_weights.keys() - stack_entries.keys()
         outer_weights = {path: all_entries[path] for path in outer_paths}
-
-        def forward(
-            outer_weights: Entries, stack_entries: Entries, budget: Budget
-        ) -> Any:
-            def run_if_stack(
-                equation: JaxprEqn, inputs: list[Array]
-            ) -> list[Array] | None:
-                nonlocal stack_entries, budget
-                stack = self.program.stacks.get(id(equation))
-                if stack is None:
-                    return None
-                outputs, stack_entries, budget = run_stack(
-                    stack,
-                    update_layer,
-                    inputs=inputs,
-                    stack_entries=stack_entries,
-                    slice_of_entry=self.slice_of_entry,
-                    budget=budget,
-                )
-                return outputs
-
-            # Only aux reads leaves of layers from these entries. Stacks take them from
-            # `stack_entries`.
-            entries = all_entries | outer_weights
-            leaves = [entries[path] for path in self.optimizer.name_of_leaf]
-            inputs = [*leaves, *jax.tree.leaves(batch)]
-            value, *aux = run_equations(self.program.jaxpr, inputs, run_if_stack)
-            return (value, stack_entries, budget), aux
-
+        forward = partial(self._forward, update_layer, all_entries, batch)
         outputs, backward, aux = jax.vjp(
             forward, outer_weights, stack_entries, budget, has_aux=True
         )
-        value, stack_entries, budget = outputs
-        # What stands for cotangents goes first to the layer that runs last: the entries
-        # and the budget before any update.
-        cotangents = jnp.ones_like(value), stack_entries, budget
-        outer_grads, stack_entries, budget = backward(cotangents)
+        # The layer that runs last is updated first. It gets entries and budget as they
+        # came, in the place of cotangents.
+        value, old_entries, full_budget = outputs
+        cotangents = jnp.ones_like(value), old_entries, full_budget
+        outer_grads, new_entries, budget_left = backward(cotangents)
         value = self.program.structure.unflatten([value, *aux])
-        return PassResult(value, outer_grads, stack_entries, budget)
+        return PassResult(value, outer_grads, new_entries, budget_left)
+
+    def _forward(
+        self,
+        update_layer: UpdateLayer,
+        all_entries: Entries,
+        batch: tuple[PyTree, ...],
+        outer_weights: Entries,
+        stack_entries: Entries,
+        budget: Budget,
+    ) -> Any:
+        """The value of the loss, with entries and budget as they came, and its aux."""
+
+        def run_if_stack(equation: JaxprEqn, inputs: list[Array]) -> list[Array] | None:
+            nonlocal stack_entries, budget
+            stack = self.program.stacks.get(id(equation))
+            if stack is None:
+                return None
+            # Entries and budget go through each stack, so that what stands for their
+            # cotangents comes back through it.
+            outputs, stack_entries, budget = run_stack(
+                stack,
+                update_layer,
+                inputs=inputs,
+                stack_entries=stack_entries,
+                slice_of_entry=self.slice_of_entry,
+                budget=budget,
+            )
+            return outputs
+
+        # A stack reads its leaves from `stack_entries`. Only aux reads them from here.
+        entries = all_entries | outer_weights
+        leaves = [entries[path] for path in self.optimizer.name_of_leaf]
+        inputs = [*leaves, *jax.tree.leaves(batch)]
+        value, *aux = run_equations(self.program.jaxpr, inputs, run_if_stack)
+        return (value, stack_entries, budget), aux
 
 
 def read_model(

@@ -10,8 +10,8 @@ the name and the arguments it has there.
 
 The gradient comes from `optaxclip.per_example.clipped_grad`, which takes one backward
 pass where that is fastest. Noise, sampling and accounting remain those of jax_privacy.
-Its training loop and its Keras models run with this function. The noise of jax_privacy,
-in float32, ends at 5.2 deviations. The noise of `add_noise(grads, noise_multiplier,
+Its training loop and its Keras models run with this function. Its noise, in float32,
+never exceeds 5.2 standard deviations. The noise of `add_noise(grads, noise_multiplier,
 key, sensitivity=grad.sensitivity())` reaches 11 (docs/per_example.md).
 
     case                          jax_privacy 2.0         here
@@ -53,7 +53,7 @@ from .._arguments.helpful_errors import with_helpful_errors
 from .._devices.mesh_types import varying_as_any_of
 from .._norms.norms import global_norm
 from ..per_example._limits import over_limit
-from ..per_example._problem import argnums_list
+from ..per_example._problem import Argnums, argnums_list
 
 __all__ = ["AuxiliaryOutput", "BoundedSensitivityCallable", "clipped_grad"]
 
@@ -82,11 +82,11 @@ class AuxiliaryOutput(NamedTuple):
 class BoundedSensitivityCallable:
     """A function, and how much one example can change its result.
 
-    The bound has the rounding of the sum in it, as `explain_clipped_grad` proves it for
-    a program and a size of the batch. So it is known once the function has run, or was
-    traced: `jax.eval_shape(grad, params, batch)` is enough. Of several programs the
-    largest bound counts. Before that, and always for a limit that jit traces, it is the
-    limit alone, and asking for it warns.
+    The bound includes the rounding of the sum. `explain_clipped_grad` proves it for one
+    program and one size of the batch. So it is known once the function has run, or was
+    traced: `jax.eval_shape(grad, params, batch)` is enough. The largest bound of all
+    programs counts. Before the first one, and always for a limit that jit traces, it is
+    the limit alone, with a warning.
 
     Attributes:
       fun: the function.
@@ -120,10 +120,10 @@ class BoundedSensitivityCallable:
     def sensitivity(self, neighboring_relation: Any = "REPLACE_SPECIAL") -> Any:
         """Returns by how much the sum can change between neighbouring batches.
 
-        Both batches have one size: `is_padding_example=` marks the place of an example
-        that is absent. Nothing is proved of a batch that is one shorter. Inside
-        `jax.shard_map` the bound is for the sum over all devices, if `lax.psum` is in
-        float32.
+        Both batches have the same size: `is_padding_example=` marks the place of an
+        absent example. Nothing is proved for a batch that is one example shorter.
+        Inside `jax.shard_map` the bound is for the sum over all devices, if `lax.psum`
+        is in float32.
 
         Args:
           neighboring_relation: of `dp_accounting.NeighboringRelation`, or its name:
@@ -140,8 +140,8 @@ class BoundedSensitivityCallable:
         return BOUND_COUNTS[name] * self._largest_bound("sensitivity")
 
     def _largest_bound(self, call: str) -> Any:
-        """The largest bound of the programs so far. Without one the limit, and warns of
-        the public `call`.
+        """The largest bound of the programs so far. If there is none, the limit, with
+        a warning in the name of `call`.
         """
         if not self.bounds:
             warnings.warn(
@@ -239,17 +239,7 @@ def clipped_grad(
     private image classification through scale, 2022 (arXiv 2204.13650), for
     `rescale_to_unit_norm`.
     """
-    param_places = argnums_list(argnums)
-    batch_places = argnums_list(batch_argnums)
-    key_places = [] if prng_argnum is None else argnums_list(prng_argnum)
-    role_places = [*param_places, *batch_places, *key_places]
-    is_repeated = len(set(role_places)) < len(role_places)
-    # The tests of jax_privacy look for the last sentence of this error.
-    if not batch_places or min(role_places) < 0 or is_repeated:
-        raise ValueError(
-            f"clipped_grad: {argnums=}, {batch_argnums=} and {prng_argnum=} must be at "
-            "least 0, and not overlap. Batch Argnums must not be empty."
-        )
+    roles = _checked_roles(argnums, batch_argnums, prng_argnum)
     limits = jax.tree.leaves(l2_clip_norm, is_leaf=lambda limit: limit is None)
     for limit in limits:
         check_number("clipped_grad: l2_clip_norm", limit, is_scalar=True)
@@ -257,8 +247,9 @@ def clipped_grad(
         check_whole_number("clipped_grad: microbatch_size", microbatch_size)
     if not normalize_by > 0:
         raise ValueError(f"clipped_grad: {normalize_by=} must be above 0.")
-    # A clipped gradient has a part for each limit, no longer than the limit, or than 1
-    # after rescaling. Its own length is at most the root of the sum of squares.
+    # The gradient of an example has a part for each limit. A clipped part is at most as
+    # long as its limit, or as 1 after rescaling. So the whole gradient is at most as
+    # long as the root of the sum of their squares.
     if rescale_to_unit_norm:
         example_limit = len(limits) ** 0.5
         shrink = over_limit
@@ -277,86 +268,45 @@ def clipped_grad(
         microbatch=microbatch_size,
         mean=False,
     )
+    kept_batches = roles.batch if keep_batch_dim else []
+    loss = partial(_loss_of_example, fun, has_aux, kept_batches)
 
-    def loss(*args_and_keywords: Any) -> tuple[Any, Any]:
-        """The loss of one example. Keywords are its last argument."""
-        *args, keywords = args_and_keywords
-        if keep_batch_dim:
-            for place in batch_places:
-                args[place] = jax.tree.map(lambda x: x[None], args[place])
-        returned = fun(*args, **keywords)
-        return returned if has_aux else (returned, None)
-
-    def transformed_loss(direction: Any, *args_and_keywords: Any) -> tuple[Any, Any]:
-        """The inner product of `direction` and T(g), the transformed gradient of
-        `loss`. Its gradient by `direction` is T(g). Its aux are the norms of g, and the
-        value and aux of `loss`.
-        """
-        args = list(args_and_keywords)
-        example = [args[place] for place in batch_places]
-        for place in param_places:
-            args[place] = varying_as_any_of(args[place], example)
-        (value, aux), grads = jax.value_and_grad(loss, argnums, has_aux=True)(*args)
-        norm = partial(global_norm, mesh_axes=None)
-        norms = jax.tree.map(lambda _, part: norm(part), l2_clip_norm, grads)
-        transformed = jax.lax.stop_gradient(pre_clipping_transform(grads))
-        products = jax.tree.map(lambda x, y: jnp.sum(x * y), direction, transformed)
-        return sum(jax.tree.leaves(products)), (norms, value, aux)
-
-    def clipped_result(
-        args_and_keywords: list[Any], mask: jax.Array
-    ) -> per_example.ClippedGrad:
+    def clipped_result(inputs: list[Any], mask: jax.Array) -> per_example.ClippedGrad:
         """The sum of the clipped gradients, with the norms before the transform."""
-        *args, _ = args_and_keywords
-        # Keywords are batches.
-        shared = [place for place in range(len(args)) if place not in role_places]
-        params = tuple(args[place] for place in param_places)
+        params = tuple(inputs[place] for place in roles.params)
         if not isinstance(argnums, Sequence):
             (params,) = params
-        # Gradients have the shapes of params. So the transform is tried on params: it
-        # may return its argument, and else its result has the shapes of the sum. It may
-        # write to the tree, so it gets a copy.
+        # Gradients have the shapes of params, so the transform is tried on params. If
+        # it returns another tree, that tree has the shapes of the sum. The transform
+        # may write to its argument, so it gets a copy.
         direction = pre_clipping_transform(jax.tree.map(lambda x: x, params))
-        is_same_tree = _identity_of(direction) == _identity_of(params)
-        if is_same_tree:
+        places = range(len(inputs) - 1)  # of all inputs but the keywords
+        shared = [place for place in places if place not in roles.places]
+        if _identity_of(direction) == _identity_of(params):
             grad = make_clipped_grad(loss, argnums=argnums, shared_argnums=shared)
-            return grad(*args_and_keywords, mask=mask)
-        # Behind the direction all arguments are one place further.
-        fixed = [place + 1 for place in (*param_places, *shared)]
+            return grad(*inputs, mask=mask)
         grad = make_clipped_grad(
-            transformed_loss, shared_argnums=fixed, method="one_pass"
+            partial(
+                _product_with_gradient,
+                loss,
+                argnums,
+                roles,
+                pre_clipping_transform,
+                l2_clip_norm,
+            ),
+            # The direction comes first, so all other arguments are one place further.
+            shared_argnums=[place + 1 for place in (*roles.params, *shared)],
+            method="one_pass",
         )
-        # `transformed_loss` is linear in the direction, so any direction will do.
-        result = grad(direction, *args_and_keywords, mask=mask)
+        # The gradient is the same for every direction.
+        result = grad(direction, *inputs, mask=mask)
         norms, values, aux = result.aux
         norms = jax.tree.map(lambda norm: jnp.where(mask, norm, 0), norms)
         return result._replace(norms=norms, values=values, aux=aux)
 
     def clipped_sum(*args: Any, is_padding_example: Any = None, **keywords: Any) -> Any:
-        if max(role_places) >= len(args):
-            raise TypeError(
-                f"clipped_grad: {argnums=}, {batch_argnums=} and {prng_argnum=}, but "
-                f"the function was called with {len(args)} positional arguments. Give "
-                "all of these by position."
-            )
-        args_and_keywords = [*args, keywords]
-        batch = [args[place] for place in batch_places]
-        size = _example_count([*batch, keywords, is_padding_example])
-        for place in key_places:
-            args_and_keywords[place] = jax.tree.map(
-                lambda key: jax.random.split(key, size), args[place]
-            )
-        # `per_example.clipped_grad` proves a bound only with a mask.
-        mask = jnp.ones(size, bool)
-        if is_padding_example is not None:
-            mask = jnp.logical_not(is_padding_example)
-            # `per_example.clipped_grad` would check it too, but call it mask.
-            if mask.shape != (size,):
-                raise ValueError(
-                    "clipped_grad: is_padding_example must have one axis, of the "
-                    f"{size} examples, got {mask.shape}."
-                )
-        result = clipped_result(args_and_keywords, mask)
+        """The sum, with an `AuxiliaryOutput` if there is one, and records its bound."""
+        result = clipped_result(*roles.inputs(args, keywords, is_padding_example))
 
         def normalized(x: jax.Array) -> jax.Array:
             if not nan_safe:
@@ -364,7 +314,7 @@ def clipped_grad(
             return (x / normalize_by).astype(x.dtype if dtype is None else dtype)
 
         sums = jax.tree.map(normalized, result.grads)
-        # Otherwise the NaN of one example is seen in the sum.
+        # With nan_safe=False the sum shows the NaN of a single example.
         bound = _bound_of(result, sums, normalize_by) if nan_safe else math.inf
         # The bound of a limit that jit traces is not a number.
         if not isinstance(bound, Tracer):
@@ -384,6 +334,112 @@ def clipped_grad(
     return BoundedSensitivityCallable(
         clipped_sum, example_limit / normalize_by, has_auxiliary, bounds
     )
+
+
+class Roles(NamedTuple):
+    """Which positional arguments of the loss are params, batches and random keys."""
+
+    params: list[int]
+    batch: list[int]
+    keys: list[int]
+    options: str  # as errors show them
+
+    @property
+    def places(self) -> list[int]:
+        """All arguments that have a role."""
+        return [*self.params, *self.batch, *self.keys]
+
+    def inputs(
+        self, args: Sequence[Any], keywords: Any, is_padding_example: Any
+    ) -> tuple[list[Any], jax.Array]:
+        """(inputs, mask). The inputs are the positional arguments, with a random key
+        for each example, and then the keywords as one dict. The mask is bool[batch],
+        False for padding.
+        """
+        if max(self.places) >= len(args):
+            raise TypeError(
+                f"clipped_grad: {self.options}, but the function was called with "
+                f"{len(args)} positional arguments. Give all of these by position."
+            )
+        batch = [args[place] for place in self.batch]
+        size = _example_count([*batch, keywords, is_padding_example])
+        inputs = [*args, keywords]
+        for place in self.keys:
+            inputs[place] = jax.tree.map(
+                lambda key: jax.random.split(key, size), args[place]
+            )
+        # `per_example.clipped_grad` proves a bound only with a mask.
+        mask = jnp.ones(size, bool)
+        if is_padding_example is not None:
+            mask = jnp.logical_not(is_padding_example)
+            # `per_example.clipped_grad` would check it too, but call it mask.
+            if mask.shape != (size,):
+                raise ValueError(
+                    "clipped_grad: is_padding_example must have one axis, of the "
+                    f"{size} examples, got {mask.shape}."
+                )
+        return inputs, mask
+
+
+def _checked_roles(
+    argnums: Argnums, batch_argnums: Argnums, prng_argnum: int | None
+) -> Roles:
+    """The roles that these options give. Raises ValueError where they overlap."""
+    keys = [] if prng_argnum is None else argnums_list(prng_argnum)
+    options = f"{argnums=}, {batch_argnums=} and {prng_argnum=}"
+    roles = Roles(argnums_list(argnums), argnums_list(batch_argnums), keys, options)
+    is_repeated = len(set(roles.places)) < len(roles.places)
+    # The tests of jax_privacy look for the last sentence of this error.
+    if not roles.batch or min(roles.places) < 0 or is_repeated:
+        raise ValueError(
+            f"clipped_grad: {options} must be at least 0, and not overlap. Batch "
+            "Argnums must not be empty."
+        )
+    return roles
+
+
+def _loss_of_example(
+    fun: Callable[..., Any], has_aux: bool, kept_batches: list[int], *inputs: Any
+) -> tuple[Any, Any]:
+    """The loss of one example, and its aux.
+
+    Args:
+      fun: the loss of the user, which returns an aux if `has_aux`.
+      kept_batches: the places of the arguments that become batches of size 1.
+      *inputs: those of `Roles.inputs`, for one example.
+    """
+    *args, keywords = inputs
+    for place in kept_batches:
+        args[place] = jax.tree.map(lambda x: x[None], args[place])
+    returned = fun(*args, **keywords)
+    return returned if has_aux else (returned, None)
+
+
+def _product_with_gradient(
+    loss: Callable[..., Any],
+    argnums: Argnums,
+    roles: Roles,
+    transform: Callable[[Any], Any],
+    l2_clip_norm: Any,
+    direction: Any,
+    *inputs: Any,
+) -> tuple[Any, Any]:
+    """The inner product of a direction and T(g), the transformed gradient of a loss.
+
+    So the gradient by the direction is T(g), whatever the direction. The aux are the
+    norms of g, and the value and aux of the loss.
+    """
+    args = list(inputs)
+    example = [args[place] for place in roles.batch]
+    for place in roles.params:
+        args[place] = varying_as_any_of(args[place], example)
+    (value, aux), grads = jax.value_and_grad(loss, argnums, has_aux=True)(*args)
+    norms = jax.tree.map(
+        lambda _, part: global_norm(part, mesh_axes=None), l2_clip_norm, grads
+    )
+    transformed = jax.lax.stop_gradient(transform(grads))
+    products = jax.tree.map(lambda x, y: jnp.sum(x * y), direction, transformed)
+    return sum(jax.tree.leaves(products)), (norms, value, aux)
 
 
 def _example_count(batch: Any) -> int:
@@ -429,7 +485,7 @@ def _bound_of(result: per_example.ClippedGrad, sums: Any, normalize_by: float) -
 def _identity_of(tree: Any) -> tuple[Any, list[int]]:
     """The structure of a tree, and the identity of each of its arrays."""
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef, list(map(id, leaves))
+    return treedef, [id(leaf) for leaf in leaves]
 
 
 def _as_divisor(limit: Any) -> Any:

@@ -70,11 +70,11 @@ def weight_and_share(weight: Array, decay: Array) -> tuple[Array, Array]:
 
     The first value has the share 1, whatever the decay.
     """
-    # With a decay of 1 every value would have the weight 0. So as long as the sum of
-    # all weights is tiny, each value gets at least 2^-60, and the average is a plain
-    # mean. The first decay below 1 gives its value a weight of at least 2^-24 in
-    # float32. The sum of the tiny weights is nothing beside it. So this value replaces
-    # the mean.
+    # With a decay of 1 each value would have the weight 0, and the share 0 / 0. So as
+    # long as the sum of all weights is below 2^-30, a value has at least the weight
+    # 2^-60. If all decays so far are 1, all weights are equal, and the average is the
+    # mean. The first lower decay gives its value the weight 1 - decay, at least 2^-24
+    # in float32. The weights of the mean, 2^-60 each, hardly count beside it.
     is_tiny = weight < 2.0**-30
     least_weight = jnp.maximum(1 - decay, 2.0**-60)
     value_weight = jnp.where(is_tiny, least_weight, 1 - decay)
@@ -137,9 +137,9 @@ class EmaRatio(Rule):
         limit = target * second average     with a target, for a norm above the edge
                 edge                        otherwise
 
-    The defaults remember the smaller of norm and limit, so that a spike does not raise
-    the limit for the next one. With a ratio near 1 clipped norms then grow by at most
-    the factor 1 + (1 - decay) * (ratio - 1) a step.
+    By default the smaller of norm and limit is remembered, so that a spike does not
+    raise the limit for the next one. In each step the limit then grows by at most the
+    factor 1 + (1 - decay) * (ratio - 1).
 
     Args:
       ratio: a norm above this multiple of the average is clipped. At least 0. With
@@ -179,11 +179,13 @@ class EmaRatio(Rule):
     ratio: Number = number_field(default=2.0)
     decay: Number = number_field(default=0.99, highest=1.0)
     _: KW_ONLY
-    target: Number | None = number_field(default=None, optional=True)
-    target_decay: Number | None = number_field(default=None, highest=1.0, optional=True)
+    target: Number | None = number_field(default=None, may_be_none=True)
+    target_decay: Number | None = number_field(
+        default=None, highest=1.0, may_be_none=True
+    )
     corrected: bool = flag_field(default=False)
     remember: str = choice_field("clipped", "raw", default="clipped")
-    warmup: ArrayLike = number_field(default=1, schedule=False)
+    warmup: ArrayLike = number_field(default=1, may_be_schedule=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -309,10 +311,11 @@ class MomentsRatio(Rule):
         mean <- decay1 * mean + (1 - decay1) * norm          corrected for their starts
         square <- decay2 * square + (1 - decay2) * norm^2
 
-    A steady norm has the limit 1, and one that falls has less. A norm that rises may
-    have more: after a long steady run up to the root of decay1^2 / decay2 +
-    (1 - decay1)^2 / (1 - decay2), which is 1.20 by default, and 12.7 with 0.6 and
-    0.999. Use it with `shrink=shrinks.normalize`, as `adagn` does.
+    A steady norm has the limit 1, and a falling norm has a lower one. A norm that rises
+    after a long steady run has a higher one, at most
+    sqrt(decay1^2 / decay2 + (1 - decay1)^2 / (1 - decay2)). That is 1.20 by default,
+    and 12.7 with decays of 0.6 and 0.999. Use the rule with `shrink=shrinks.normalize`,
+    as `adagn` does.
 
     Args:
       decay1, decay2: of the two moments, in [0, 1]. Numbers or schedules. 1 in all
@@ -411,7 +414,7 @@ class ZScore(Rule):
     decay: Number = number_field(default=0.97, highest=1.0)
     _: KW_ONLY
     target: str = choice_field("adaptive", "mean", "max", default="adaptive")
-    warmup: ArrayLike = number_field(default=25, lowest=1, schedule=False)
+    warmup: ArrayLike = number_field(default=25, lowest=1, may_be_schedule=False)
     eps: Number = number_field(default=1e-6)
 
     def init(self, norm: Array) -> ZScoreMemory:
@@ -443,11 +446,11 @@ class ZScore(Rule):
         new_count = (seen + 1).astype(norm.dtype)
         decay = jnp.where(is_past_warmup, decay, count / new_count)
         new_mean = exponential_average(mean, clipped_norm, decay)
-        # With d = clipped_norm - mean, the distance to the new mean is decay * d. The
-        # paper's variance is an average of (decay * d)^2. In the warm-up it is
-        # Welford's, an average of d * (decay * d).
-        share_of_distance = jnp.where(is_past_warmup, decay, root(decay))
-        distance = share_of_distance * (clipped_norm - mean)
+        # With d = clipped_norm - mean, the norm is decay * d away from the new mean.
+        # The variance of the paper is an average of (decay * d)^2. In the warm-up it is
+        # the population variance, by Welford an average of d * (decay * d).
+        distance_factor = jnp.where(is_past_warmup, decay, root(decay))
+        distance = distance_factor * (clipped_norm - mean)
         old_part = root(decay) * deviation
         new_part = root(1 - decay) * distance
         new_deviation = hypot(old_part, new_part)
@@ -467,10 +470,9 @@ class LogZScoreMemory(NamedTuple):
 class LogZScore(Rule):
     """limit = exp(mean + z * max(deviation, spread)) - 1, of log(1 + norm).
 
-    Mean and deviation are exponential averages, corrected for their start. The clipped
-    norm is remembered, and in the warm-up, where nothing is clipped, the norm as it
-    came. RNMT+ drops the whole step beyond four deviations:
-    `skip_spikes(optimizer, rules.log_z_score())`.
+    Mean and deviation are exponential averages of the clipped norms, corrected for
+    their start. In the warm-up nothing is clipped. RNMT+ drops the whole step beyond
+    four deviations: `skip_spikes(optimizer, rules.log_z_score())`.
 
     Args:
       z: how many deviations are allowed, at least 0. A number or a schedule.
@@ -495,9 +497,9 @@ class LogZScore(Rule):
 
     Reference: Chen et al., The best of both worlds: combining recent advances in neural
     machine translation, 2018 (arXiv 1804.09849). Lingvo, `core/layers.py`,
-    GradNormTracker, holds the norms of the warm-up to the limit as well, which begins
-    near 0 there. So it learns less from a spike in the warm-up, and its limits are
-    lower for some hundred steps after it.
+    GradNormTracker, clips the norms of the warm-up too, by a limit that begins near 0.
+    So it learns less from a spike in the warm-up, and for some hundred steps after the
+    spike its limits are lower.
     """
 
     z: Number = number_field(default=4.0)
@@ -506,7 +508,7 @@ class LogZScore(Rule):
     # With an infinite floor the logarithms would differ by inf - inf.
     floor: Number = number_field(default=0.01, highest=float(np.finfo(np.float32).max))
     spread: Number = number_field(default=1e-3)
-    warmup: ArrayLike = number_field(default=277, lowest=1, schedule=False)
+    warmup: ArrayLike = number_field(default=277, lowest=1, may_be_schedule=False)
 
     def init(self, norm: Array) -> LogZScoreMemory:
         seen = jnp.zeros(norm.shape, jnp.int32)

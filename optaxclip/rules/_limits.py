@@ -284,7 +284,7 @@ class WarmUp(Joined):
 
     # For so many remembered norms the first rule's limit counts. `step` of `update`
     # would not do: it counts norms of NaN, inf and 0 too.
-    steps: ArrayLike = number_field(schedule=False)
+    steps: ArrayLike = number_field(may_be_schedule=False)
 
     @property
     def inf_is_off(self) -> bool:

@@ -34,8 +34,8 @@ def has_reached(counter: Array, number: ArrayLike) -> Array:
 
 
 def moving_average(old: Array, new: Array, steps: Array, reach: int = 100) -> Array:
-    """The moving average over about the last `reach` steps. `new` is the number of step
-    `steps`, counted from 1, and `old` the average before it.
+    """The moving average over about the last `reach` steps, from the average before
+    this step and the number of this step. `steps` counts this step too.
 
     In the first `reach` steps it is the mean of all, so it needs no correction for its
     start.
@@ -72,9 +72,9 @@ def hypot(x: Array, y: Array) -> Array:
 def multiple(factor: Array, norm: Array) -> Array:
     """factor * norm, and inf where either is infinite, which means no limit."""
     # inf * 0 is NaN, and updates under a limit of NaN become NaN.
-    is_free = jnp.maximum(factor, norm) == jnp.inf
+    is_infinite = jnp.maximum(factor, norm) == jnp.inf
     product = factor * norm
-    return jnp.where(is_free, jnp.inf, product)
+    return jnp.where(is_infinite, jnp.inf, product)
 
 
 def remembered(remember: str, norm: Array, limit: Array) -> Array:
@@ -85,8 +85,8 @@ def remembered(remember: str, norm: Array, limit: Array) -> Array:
 
 
 def new_unless_zero(remember: str, value: Array, new: PyTree, old: PyTree) -> Any:
-    """The new memory, or the old one where the remembered value is 0, because the limit
-    was: limits that are multiples of remembered values could never leave 0.
+    """The new memory, or the old one where the remembered value is 0. Then the limit
+    was 0, and a limit that is a multiple of remembered values could never leave 0.
     """
     # A raw value is the norm. `limit_and_memory_of` keeps the old memory if it is 0.
     if remember == "raw":

@@ -43,9 +43,9 @@ LimitAndMemory = tuple[ArrayLike, Any]
 
 # ---------------------------------------------------------------- fields of a rule
 
-# The metadata of a field hold its check: check(argument, value), where `argument` is
-# the field's name in errors, such as "ema: decay". It raises, or returns what the field
-# becomes, where None keeps the value.
+# The metadata of a field have a check, which is called with the name of the field in
+# errors, such as "ema: decay", and its value. The check raises, or returns the value in
+# the form that the field keeps. If it returns None, the field keeps the value as it is.
 
 
 def checked_number(
@@ -54,8 +54,8 @@ def checked_number(
     *,
     lowest: float = 0.0,
     highest: float = np.inf,
-    schedule: bool = True,
-    optional: bool = False,
+    may_be_schedule: bool = True,
+    may_be_none: bool = False,
     is_scalar: bool = False,
 ) -> Any:
     """A number in a range, in the form in which JAX carries it into a compiled call.
@@ -64,14 +64,14 @@ def checked_number(
       argument: the name in errors, such as "ema: decay".
       value: the number.
       lowest, highest: the range.
-      schedule: whether a schedule from step to number is allowed.
-      optional: whether None is allowed.
+      may_be_schedule: whether a schedule from step to number is allowed.
+      may_be_none: whether None is allowed.
       is_scalar: whether an array with axes is refused.
     """
-    if optional and value is None:
+    if may_be_none and value is None:
         return None
     # The numbers of a schedule are known only in the steps, which clip them.
-    if schedule and callable(value):
+    if may_be_schedule and callable(value):
         checks.check_schedule(argument, value)
         clipped_schedule = _ClippedSchedule(argument, lowest, highest)
         return Partial(clipped_schedule, as_partial(value))
@@ -170,16 +170,17 @@ class Rule:
 
     * `init(norm) -> memory`: what the rule remembers before the first norm, from a
       norm of zeros. `()` for nothing.
-    * `update(norm, memory, step) -> (limit, memory)`: `step` is an int32 scalar that
-      counts from 0, and is 0 in each update that is given no state. A rule whose
-      `needs_params` is True gets the norm of the weights as a further argument. After
-      it, a rule whose `needs_total` is True gets the norm of all norms of the clipper
-      together.
+    * `update(norm, memory, step) -> (limit, memory)`: `step` is an int32 scalar, the
+      number of updates before this one. An update without a state counts as the first.
+      A rule whose `needs_params` is True gets the norm of the weights as a further
+      argument. After it, a rule whose `needs_total` is True gets the norm of all norms
+      of the clipper together.
 
     A norm that is NaN, inf or 0 leaves the memory as it was. A zero is not remembered
     because an absent gradient says nothing about the usual norm, and because a limit
-    that is a multiple of past norms could never leave 0. `step` counts these steps too,
-    so count in the memory what was remembered. The limit has no derivative by updates.
+    that is a multiple of past norms could never leave 0. `step` counts these updates
+    too. A rule that needs the number of remembered norms counts them in its memory. The
+    limit has no derivative by updates.
 
     A limit of inf clips no finite norm. Updates whose norm is NaN or inf become what
     `nonfinite` of the clipper says, as under any other limit. A rule whose `inf_is_off`
@@ -277,9 +278,9 @@ def limit_and_memory_of(
       TypeError: what `checked_update` refuses.
     """
     checked_memory = _checked_memory(rule, norm, memory, argument)
-    # stop_gradient: limits have no derivative by the updates. A broken norm is replaced
-    # by 0: the memory made from it is thrown away below, but a NaN in it would still
-    # spoil derivatives.
+    # stop_gradient, since limits have no derivative by the updates. A broken norm is
+    # replaced by 0. The memory made from it is thrown away below, but a NaN in that
+    # memory would still spoil derivatives.
     finite_norm = jnp.where(jnp.isfinite(norm), lax.stop_gradient(norm), 0.0)
     limit, new_memory = checked_update(
         rule, finite_norm, checked_memory, step, *extra_norms, argument=argument
@@ -292,7 +293,8 @@ def limit_and_memory_of(
     if not is_loss:
         limit = jnp.maximum(limit, 0)
     limit = typed_as(jnp.broadcast_to(limit, norm.shape), jax.typeof(norm))
-    # Without arrays the state keeps its () or None, whichever the rule returns.
+    # A memory without arrays is () or None. The state keeps its own, since the
+    # structure of a state may not change.
     if not jax.tree.leaves(memory):
         return limit, memory
     # `limit == limit` is False for NaN only. `~isnan` is two operations on a TPU.
@@ -308,8 +310,8 @@ limit_and_memory_of_jitted = jax.jit(
 
 
 def _checked_memory(rule: Rule, norm: Array, memory: PyTree, argument: str) -> Any:
-    """The memory of the state, checked. Without arrays it becomes what `init` returns,
-    so that a state made by a rule with the memory None fits a rule with `()`.
+    """The memory of the state, after checks. A memory without arrays is replaced by
+    that of `init`: a rule whose memory is () also takes the state of one with None.
 
     Raises:
       ValueError: the memory of another rule, or of norms of another shape. The length
@@ -337,18 +339,17 @@ def _checked_memory(rule: Rule, norm: Array, memory: PyTree, argument: str) -> A
 
 
 def _abstract_memory(rule: Rule, norm: Array) -> PyTree:
-    """The shapes and dtypes of the memory that `init` of a rule returns.
-
-    A traced length of a window counts as 1, since it cannot give a shape.
+    """The shapes and dtypes of the memory that `init` of a rule returns. Under jit the
+    length of a window may be traced. It cannot give a shape then, and counts as 1.
     """
 
-    def known_length(leaf: Any) -> Any:
+    def without_traced_length(leaf: Any) -> Any:
         is_traced_scalar = isinstance(leaf, Tracer) and not leaf.ndim
         if is_traced_scalar and not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return 1
         return leaf
 
-    rule_with_known_lengths = jax.tree.map(known_length, rule)
+    rule_with_known_lengths = jax.tree.map(without_traced_length, rule)
     return jax.eval_shape(rule_with_known_lengths.init, norm)
 
 
@@ -375,9 +376,9 @@ def checked_update(
         )
     limit, new_memory = result
     checks.check_real(f"{argument}: what a schedule or a rule returns", limit)
-    # JAX would not complain about a wrong memory: one number for each norm broadcasts
-    # to the window of each norm, and a memory that `init` did not make is lost. `()`
-    # and None are alike: no memory.
+    # JAX would not notice a wrong memory. One number for each norm would broadcast to
+    # the window of each norm. A memory would be lost if `init` made none. () and None
+    # are both no memory.
     has_memory = bool(jax.tree.leaves((memory, new_memory)))
     if has_memory and _shapes(new_memory) != _shapes(memory):
         raise TypeError(

@@ -126,7 +126,7 @@ class WindowedQuantile(Rule):
     factor: Number = number_field(default=1.0)
     current: bool = flag_field(default=False)
     remember: str = choice_field("raw", "clipped", default="raw")
-    warmup: Any = number_field(default=1, schedule=False)
+    warmup: Any = number_field(default=1, may_be_schedule=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -245,11 +245,11 @@ class WindowedMean(Rule):
     sigmas: Number = number_field(default=3.0)
     window: Any = length_field(default=128)
     _: KW_ONLY
-    ddof: Any = number_field(default=0, highest=1.0, schedule=False)
+    ddof: Any = number_field(default=0, highest=1.0, may_be_schedule=False)
     floor: Number = number_field(default=0.0)
     current: bool = flag_field(default=False)
     remember: str = choice_field("raw", "clipped", default="raw")
-    warmup: Any = number_field(default=2, schedule=False)
+    warmup: Any = number_field(default=2, may_be_schedule=False)
 
     def init(self, norm: Array) -> Window:
         return empty_window(self, norm)
@@ -358,7 +358,7 @@ class Growth(Rule):
     rate: Number = number_field(default=1.01)
     _: KW_ONLY
     floor: Number = number_field(default=0.0)
-    cap: Number | None = number_field(default=None, optional=True)
+    cap: Number | None = number_field(default=None, may_be_none=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -419,7 +419,7 @@ class QuantileTracker(Rule):
     quantile: Number = number_field(default=0.5, highest=1.0)
     rate: Number = number_field(default=0.2, highest=float(np.finfo(np.float32).max))
     _: KW_ONLY
-    start: ArrayLike = number_field(default=0.1, schedule=False)
+    start: ArrayLike = number_field(default=0.1, may_be_schedule=False)
 
     def init(self, norm: Array) -> Array:
         return jnp.full_like(norm, self.start)

@@ -24,9 +24,10 @@ from ..._norms.specs import LeafSpec, NormPlan
 from .._example_factors import MAX_CANCELLATION, NormSource
 from .forms import OuterProducts
 
-# The weighted sum multiplies the cotangent c by the clip factor f. A product f * c that
-# is too small becomes 0. Beside an input |a| >= 2^104 the lost a * (f * c) could
-# matter. So the bound of such an example is inf: it does not count.
+# An example with an input at least this long has the norm inf, and does not count. The
+# weighted sum computes a * (f * c), with the clip factor f. A product f * c below the
+# range of the dtype becomes 0, and with such an input a * (f * c) may be too large to
+# lose.
 LARGEST_INPUT = 2.0**104
 # In a mean a norm by gram counts as at least 1 / 256 of sum |a_t| |c_t|. The square of
 # a shorter one is mostly rounding. It might be 0, and the example would not be clipped.
@@ -109,14 +110,14 @@ def _scattered(rows: Array, c: Array, shape: tuple[int, ...]) -> Array:
     """The sums of the cotangents of each row of a stack, for each example."""
     stack = jnp.arange(shape[0])[:, None]
 
-    def of_one(zeros: Array, rows: Array, c: Array) -> Array:
+    def sums_in_one(zeros: Array, rows: Array, c: Array) -> Array:
         return zeros.at[stack, rows].add(c)
 
     dtype = np.promote_types(c.dtype, np.float32)
     batch_shape = len(rows), *shape
     zeros = jnp.zeros(batch_shape, dtype)
     # JAX promotes no 8-bit floats by itself.
-    return jax.vmap(of_one)(zeros, rows, c.astype(dtype))
+    return jax.vmap(sums_in_one)(zeros, rows, c.astype(dtype))
 
 
 def norms_by_gram(
@@ -169,14 +170,14 @@ class GramTerms(NamedTuple):
     c_norms: Array  # |c_t|
 
     @property
-    def has_part(self) -> Array:
-        """Whether the gradient has a part from a position."""
+    def is_nonzero(self) -> Array:
+        """Whether the outer product of a position is not 0."""
         return (self.a_norms != 0) & (self.c_norms != 0)
 
 
 def _gram_terms(products: list[OuterProducts]) -> GramTerms:
-    """The outer products in one dtype. Not all of them are lookups: their norms would
-    be by rows.
+    """The outer products of all sites, in one dtype. At least one site is no lookup:
+    for lookups alone there is `sums_of_rows`.
     """
     lookups = [outer for outer in products if outer.is_lookup]
     dense = joined([outer for outer in products if not outer.is_lookup])
@@ -205,8 +206,8 @@ def _gram_terms(products: list[OuterProducts]) -> GramTerms:
 
 
 def _term_bounds(terms: GramTerms) -> Array:
-    """The bound of each gradient, sum_t |a_t| |c_t|. Of a stack the norm of the bounds
-    of its matrices.
+    """The bound of each gradient, sum_t |a_t| |c_t|. For a stack it is the norm of the
+    bounds of its matrices.
     """
     term_norms = _products_of_norms(terms.a_norms, terms.c_norms)
     return _norms_along_batch(jnp.sum(term_norms, -1))
@@ -214,7 +215,7 @@ def _term_bounds(terms: GramTerms) -> Array:
 
 def _squares_are_in_range(terms: GramTerms, bounds: Array) -> Array:
     """Whether squares stay in the range of the dtype, for each example."""
-    norm_sums = jnp.where(terms.has_part, terms.a_norms + terms.c_norms, 0)
+    norm_sums = jnp.where(terms.is_nonzero, terms.a_norms + terms.c_norms, 0)
     total = _sum_per_example(norm_sums)
     position_count = norm_sums[0].size  # of the whole stack
     info = jnp.finfo(bounds.dtype)
@@ -234,8 +235,8 @@ def _squares_are_in_range(terms: GramTerms, bounds: Array) -> Array:
 def _bounded_squares(
     terms: GramTerms, bounds: Array, is_in_range: Array, roundings: int
 ) -> Array:
-    """The squares of norms for a private sum. On a CPU they are too small by what
-    float64 loses at most. Elsewhere they are rounded up, and never too small.
+    """The squares of norms for a private sum. On a CPU a square is too small by at most
+    what float64 loses. Elsewhere it is rounded up, and never too small.
     """
     dtype = terms.c.dtype
     lost_share = gamma(roundings, dtype)
@@ -255,8 +256,8 @@ def _bounded_squares(
 
 
 def gamma(count: int, dtype: Any) -> float:
-    """gamma(n) = n u / (1 - n u): the most that n roundings take from a sum, over the
-    sizes of its terms.
+    """gamma(n) = n u / (1 - n u): the largest error of a sum with n roundings, divided
+    by the sum of the sizes of its terms. u is half of eps.
     """
     share = count * float(jnp.finfo(dtype).eps) / 2
     if share >= 1:
@@ -273,10 +274,10 @@ def _squares(terms: GramTerms, dtype: Any) -> Array:
     if terms.rows is not None:
         products_of_a = _with_lookups(products_of_a, terms.rows, a)
     # Selected, since beside a cotangent of 0 the product of inputs may be inf.
-    has_part = terms.has_part
-    pair_has_part = has_part[..., :, None] & has_part[..., None, :]
+    is_nonzero = terms.is_nonzero
+    both_are_nonzero = is_nonzero[..., :, None] & is_nonzero[..., None, :]
     terms_of_pairs = products_of_a * products_of_c
-    return _sum_per_example(jnp.where(pair_has_part, terms_of_pairs, 0))
+    return _sum_per_example(jnp.where(both_are_nonzero, terms_of_pairs, 0))
 
 
 def _inner_products(a: Array) -> Array:
