@@ -23,16 +23,20 @@ from .optimizers import LeafOptimizer, arrays_by_path, changed_type
 from .program import Program, variables
 from .stacks import Entries, layer_of
 
-# The primitives that norms, medians and running sums begin with.
+# What the names of primitives begin with that norms, medians and running sums use. Not
+# all of "reduce_": `reduce_precision` rounds each number by itself.
 REDUCTIONS = (
     "reduce_sum",
+    "reduce_prod",
     "reduce_max",
     "reduce_min",
     "reduce_and",
     "reduce_or",
+    "arg",
+    "cum",
     "dot_general",
     "sort",
-    "cumsum",
+    "top_k",
 )
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from optaxclip import release
 from optaxclip._release.budget import (
     first_shares,
     limit_of_group,
@@ -64,6 +65,65 @@ def test_all_groups_together_stay_within_the_limit(norms, shares, limit):
     # Each group rounds its limit, and what is left, once or twice.
     assert total <= 1 + 4 * GROUPS * EPS
     np.testing.assert_allclose(budget.norms_after, after, rtol=4 * EPS)
+
+
+def product_with(params, grads):
+    """A loss whose gradient is `grads`."""
+
+    def layer(total, row):
+        weights, grad = row
+        return total + jnp.sum(weights * grad), None
+
+    total, _ = jax.lax.scan(layer, 0.0, (params["layers"], grads["layers"]))
+    return total + jnp.sum(params["rest"] * grads["rest"])
+
+
+@jax.jit
+def step_of_sgd(grads, shares, limit):
+    """What the step lets through."""
+    trainer = release(product_with, optax.sgd(-1.0), max_norm=limit)
+    zeros = jax.tree.map(jnp.zeros_like, grads)
+    state = trainer.init(zeros, grads)._replace(shares=shares)
+    clipped, _, _ = trainer.step(zeros, state, grads)
+    return clipped
+
+
+def rows_of_norms(norms, dtype):
+    """Gradients of five layers and of one other leaf, that have these norms. All
+    numbers of a row are alike, so that all may be rounded up.
+    """
+    numbers = np.float64(norms)[:, None] / np.sqrt(8)
+    rows = jnp.asarray(np.repeat(numbers, 8, axis=1), dtype)
+    return {"layers": rows[:-1], "rest": rows[-1]}
+
+
+def norm_of(tree):
+    return np.sqrt(sum(np.sum(np.float64(leaf) ** 2) for leaf in tree.values()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_stays_within_the_limit_but_for_rounding(dtype):
+    half_eps = float(jnp.finfo(dtype).eps) / 2
+
+    @settings(deadline=None)
+    @given(norms_of_any_size, any_shares, limits)
+    def check(norms, shares, limit):
+        clipped = step_of_sgd(
+            rows_of_norms(norms, dtype), np.float32(shares), np.float32(limit)
+        )
+        assert norm_of(clipped) <= limit * (1 + half_eps + 4 * GROUPS * EPS)
+
+    check()
+
+
+def test_a_step_of_the_expected_shares_is_that_of_optax():
+    grads = rows_of_norms([9.0, 1.0, 4.0, 0.5, 2.0, 7.0], "float32")
+    squares = [*np.sum(grads["layers"] ** 2, axis=1)[::-1], np.sum(grads["rest"] ** 2)]
+    clip = optax.clip_by_global_norm(0.7)
+    wanted, _ = clip.update(grads, clip.init(grads))
+    clipped = step_of_sgd(grads, np.float32(squares) / sum(squares), 0.7)
+    for name in grads:
+        np.testing.assert_allclose(clipped[name], wanted[name], 4 * GROUPS * EPS)
 
 
 @settings(deadline=None)

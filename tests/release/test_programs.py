@@ -166,6 +166,13 @@ def transposed_on_the_way(params, x):
     return jnp.sum(x**2)
 
 
+def joined_on_the_way(params, x):
+    """A reshape makes one axis of stages and of the layers in them."""
+    x, _ = lax.scan(dense, x, params["layers"])
+    x, _ = lax.scan(dense, x, params["stages"].reshape(-1, WIDTH, WIDTH))
+    return jnp.sum(x**2)
+
+
 def without_derivative(params, x):
     """Layers read the batch through a loop and a callback that JAX cannot transpose,
     behind `stop_gradient`.
@@ -230,6 +237,7 @@ PARAMS = {
     "rest": numbers(WIDTH, seed=1),
     "second": numbers(WIDTH, LAYERS, WIDTH),
     "groups": numbers(2 * LAYERS, WIDTH, WIDTH),
+    "stages": numbers(LAYERS, 2, WIDTH, WIDTH),
     "flat": numbers(LAYERS * WIDTH, WIDTH),
     "wide": numbers(LAYERS, WIDTH),
     "complex": STACK + 1j * STACK[::-1],
@@ -246,6 +254,7 @@ LOSSES = {
     over_nothing: ["layers"],
     in_part: ["layers"],
     transposed_on_the_way: ["layers"],
+    joined_on_the_way: ["layers"],
     without_derivative: ["layers"],
     complex_numbers: ["complex"],
     own_gradient: ["layers"],
@@ -255,6 +264,7 @@ REST = {twice: ["rest"], cross: ["rest"], nested: ["rest"], carried: ["rest"]}
 REST[in_part] = ["more", "wide"]
 REST[without_derivative] = ["rest", "wide"]
 REST[transposed_on_the_way] = ["more"]
+REST[joined_on_the_way] = ["stages"]
 REST[over_nothing] = REST[rounded] = ["rest"]
 
 

@@ -255,6 +255,25 @@ def test_what_looks_across_a_leaf_warns_and_sees_one_layer(name):
     np.testing.assert_allclose(found["w"], jnp.concatenate(layers), rtol=1e-4)
 
 
+OTHER_REDUCTIONS = {
+    "argmax": jnp.argmax,
+    "argmin": jnp.argmin,
+    "product": jnp.prod,
+    "running product": jnp.cumprod,
+    "running most": jax.lax.cummax,
+    "running least": jax.lax.cummin,
+    "running log of sums": jax.lax.cumlogsumexp,
+    "largest": lambda array: jax.lax.top_k(array, 1)[0],
+}
+
+
+@pytest.mark.parametrize("name", OTHER_REDUCTIONS)
+def test_every_reduction_warns(name):
+    optimizer = divided_by(OTHER_REDUCTIONS[name])
+    with pytest.warns(UserWarning, match="optimizer looks at several numbers of 'w'"):
+        release(row_loss, optimizer).init({"w": PARAMS["layers"]["w"]}, X)
+
+
 def test_a_learning_rate_that_is_a_sum_does_not_warn(recwarn):
     """The sum is over the parts of the schedule, and not over numbers of a leaf."""
     rate = optax.cosine_onecycle_schedule(20, 0.1)

@@ -368,6 +368,36 @@ def test_a_broken_step_does_what_nonfinite_says(options, kept):
     assert set(found.values()) == {1.0}
 
 
+@pytest.mark.parametrize("nonfinite", ["propagate", "zero"])
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_one_pass_replaces_only_the_layer_that_is_broken(nonfinite, broken):
+    """The others move as if its gradient were 0."""
+
+    def loss(params, factors):
+        def layer(x, row):
+            weights, factor = row
+            weights = optaxclip.scale_cotangent(weights, factor)
+            return x + jnp.tanh(x @ weights), None
+
+        x, _ = jax.lax.scan(layer, jnp.ones(3), (params["layers"], factors))
+        return jnp.sum((x * params["out"]) ** 2)
+
+    params = {"layers": jnp.full((4, 3, 3), 0.3), "out": jnp.ones(3)}
+    trainer = release(loss, optax.sgd(1.0), max_norm=0.5, nonfinite=nonfinite)
+    factors, step = jnp.ones(4), jax.jit(trainer.step)
+    start = trainer.init(params, factors)
+    new, state, _ = step(params, start, factors.at[2].set(broken))
+    wanted, _, _ = step(params, start, factors.at[2].set(0.0))
+    layers = wanted["layers"]
+    if nonfinite == "propagate":
+        layers = layers.at[2].set(jnp.nan)
+    np.testing.assert_array_equal(new["layers"], layers)
+    np.testing.assert_array_equal(new["out"], wanted["out"])
+    assert 0.4 < norm(jax.tree.map(jnp.subtract, wanted, params)) < 0.5 * (1 + 1e-6)
+    factor = optaxclip.metrics(state, floats=True)["clip/factor"]
+    assert factor == 0.0 if nonfinite == "zero" else np.isnan(factor)
+
+
 @pytest.mark.parametrize("passes", [1, 2])
 def test_without_a_limit_the_factor_of_a_broken_step_is_1(passes):
     trainer = release(loss, optax.sgd(0.1), passes=passes, nonfinite="zero")
