@@ -42,6 +42,8 @@ NO_STEPS = "There is no column of steps, so rows are counted, from 0."
 # The logging interval of transformers. Steps that are further apart count environment
 # steps or tokens: CleanRL logs PPO every 512 environment steps or more.
 LARGEST_INTERVAL = 500
+# Rows that are more distances apart than this are said to lack rows between them.
+WIDE_GAP = 10
 # A column of steps has an entry in at least this share of the rows.
 LEAST_SHARE_OF_STEPS = 0.1
 # Names of the column that says which metric a row has, where each has its own row.
@@ -364,17 +366,24 @@ def logging_interval(distance: int) -> int:
     return distance if distance <= LARGEST_INTERVAL else 1
 
 
-def notes_on_distance(distance: int) -> Notes:
-    """What a log with this distance between rows does not show."""
+def notes_on_distance(column: Column) -> Notes:
+    """What the steps of a column say about steps that it does not have."""
+    distance = distance_of_rows(column)
+    notes: Notes = []
     if distance > LARGEST_INTERVAL:
-        return [
+        notes.append(
             f"The rows are {distance} steps apart, as where steps count environment "
             "steps or tokens, so each row counts as one step. If they are optimizer "
             "steps, what happened between is not seen."
-        ]
-    if distance > 1:
-        return [
+        )
+    elif distance > 1:
+        notes.append(
             f"The rows are {distance} steps apart. What happened between is not seen. "
             "Log or export each step (transformers: logging_steps=1)."
-        ]
-    return []
+        )
+    gaps = np.diff(column.steps)
+    if gaps.size and gaps.max() > WIDE_GAP * distance:
+        row = int(np.argmax(gaps))
+        start, end = column.steps[row : row + 2]
+        notes.append(f"{column.name!r} has no row between steps {start} and {end}.")
+    return notes

@@ -41,7 +41,8 @@ def _notes_on_columns(run: signals.Run, unit: str) -> list[str]:
     # The smallest distance, since some columns are logged more rarely than others. If
     # there are only two rows, one between them may have been damaged.
     columns = [column for column in run.looked_at if len(column.steps) > 2]
-    notes += notes_on_distance(min(map(distance_of_rows, columns), default=1))
+    if columns:
+        notes += notes_on_distance(min(columns, key=distance_of_rows))
     names_by_note: dict[str, list[str]] = {}
     for column in run.looked_at:
         notes_of_column = [*column.notes]

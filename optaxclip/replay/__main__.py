@@ -221,7 +221,7 @@ def _about_norms(column: Column) -> list[str]:
     lines += column.notes
     if column.empty_cells:
         lines.append(f"Rows without an entry are left out: {column.empty_cells}.")
-    return [*lines, *notes_on_distance(distance_of_rows(column))]
+    return [*lines, *notes_on_distance(column)]
 
 
 def _table(choice: Choice) -> list[str]:

@@ -291,6 +291,14 @@ def test_steps_that_are_far_apart_count_something_else():
     assert note.startswith("The rows are 2048 steps apart, as where steps count env")
 
 
+@pytest.mark.parametrize(("first_lost", "is_said"), [(30, True), (40, False)])
+def test_many_lost_rows_are_said(first_lost, is_said):
+    rows = rows_of(step=range(60), loss=calm())
+    del rows[first_lost:45]
+    notes = [note for note in examine(rows).notes if "has no row" in note]
+    assert notes == ["'loss' has no row between steps 29 and 45."] * is_said
+
+
 def test_a_damaged_row_between_two_is_no_interval(tmp_path):
     path = tmp_path / "run.jsonl"
     lines = [json.dumps(row) for row in rows_of(step=range(3), loss=calm(3))]
