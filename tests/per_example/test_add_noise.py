@@ -413,15 +413,17 @@ def test_the_smallest_noise_is_not_flushed_to_zero():
     looks_normal(noise_of(jnp.zeros(MANY), 1e-25) * 1e25 * SIGMA)
 
 
-def test_sigma_is_longer_by_what_rounding_to_the_grid_adds():
+@pytest.mark.parametrize(("dtype", "parts"), [("float32", 1), ("complex64", 2)])
+def test_sigma_is_longer_by_what_rounding_to_the_grid_adds(dtype, parts):
     """Rounding d numbers changes the sum by sqrt(d) steps of sigma / 2^26 more. With as
-    much noise as here it shows.
+    much noise as here it shows. A complex number counts as two.
     """
-    multiplier, d = 2000.0, 2**20
-    noise = np.asarray(add(jnp.zeros(d), multiplier))
+    multiplier, size = 2000.0, 2**20
+    noise = np.asarray(add(jnp.zeros(size, dtype), multiplier)).real
     # sigma = multiplier (1 + sqrt(d) sigma / 2^26)
+    d = parts * size
     wanted = multiplier / (1 - multiplier * np.sqrt(d) * 2.0**-26)
-    assert abs(noise.std() / wanted - 1) < 5 / np.sqrt(2 * d) + LONGER
+    assert abs(noise.std() / wanted - 1) < 5 / np.sqrt(2 * size) + LONGER
     assert wanted / multiplier > 1.03
 
 

@@ -190,6 +190,86 @@ def test_ten_uniforms_fill_the_gaps_as_is_proved():
     assert total < 1.01 * bound < 1e-22
 
 
+def gaps_seen(deviations, parts, width, h):
+    """The most that steps of h in J of this width may change the law of Z, over the
+    law, so many deviations from 0: lines 5 to 7 of the proof. `parts` are the (count,
+    step) of the uniform numbers.
+    """
+    points = np.linspace(-9, 9, 2001)
+    weights = stats.norm.pdf(points)
+    weights /= weights.sum()
+    w = (points + 1j * deviations) / (width * h)
+    total = 0.0
+    for multiple in range(1, h):
+        u = w - 2 * math.pi * multiple / h
+        size = np.ones(points.size)
+        for n, t in parts:
+            size *= np.abs(np.sin(n * t * u / 2) / (n * np.sin(t * u / 2)))
+        total += np.sum(weights * size)
+    # Uniform numbers alone lower the law of the ideal.
+    variance = sum((n**2 - 1) * t**2 for n, t in parts) / 12
+    return total * math.exp(variance / (2 * (width * h) ** 2))
+
+
+def test_steps_of_j_show_no_more_than_is_proved():
+    """Both laws in full, of small numbers: J of deviation 4 in steps of 256, and six
+    uniform numbers.
+    """
+    width, h, parts = 4, 256, [(256, 1)] * 3 + [(16, 16)] * 3
+    sigma = width * h
+    of_uniforms = np.ones(1)
+    for n, t in parts:
+        law = np.zeros((n - 1) * t + 1)
+        law[::t] = 1 / n
+        of_uniforms = np.convolve(of_uniforms, law)
+    integers = np.arange(-10 * sigma, 10 * sigma + 1)
+    ideal = np.exp(-(integers**2) / (2 * sigma**2))
+    real = np.where(integers % h == 0, ideal, 0)
+    laws = [np.convolve(law / law.sum(), of_uniforms) for law in (ideal, real)]
+    errors = np.abs(laws[1] / laws[0] - 1)
+    center = errors.size // 2
+    for deviations in (0, 2, 4):
+        place = center + deviations * sigma
+        seen = np.max(errors[place - h // 2 : place + h // 2])
+        # Within the step a is up to 1/8 more.
+        bound = gaps_seen(deviations + 1 / 8, parts, width, h)
+        assert 0.05 * bound < seen < bound < 1e-4
+
+
+def test_the_numbers_of_the_proof_are_those_of_its_formulas():
+    """Lines 7 to 11 of docs/numerics.md."""
+    # Nodes and weights of a Gaussian mean, exact for polynomials up to order 59
+    nodes, weights = np.polynomial.hermite_e.hermegauss(30)
+    weights = weights / weights.sum()
+
+    def error(deviations):
+        moment = weights @ (nodes**2 + deviations**2) ** 5
+        return 2.001 * moment / (128 * math.pi) ** 10
+
+    square = weights @ np.array([error(a) ** 2 for a in nodes])
+    assert error(0) == pytest.approx(1.7e-23, rel=0.03)
+    assert error(10) == pytest.approx(1.9e-16, rel=0.03)
+    assert square == pytest.approx(4.3e-43, rel=0.03)
+    of_gaps = math.sqrt(1e14 * square / 2)
+    of_table = 1e14 * 2.4e-27
+    assert of_gaps == pytest.approx(4.7e-15, rel=0.03)
+    assert of_gaps + of_table < 2.5e-13
+
+
+def test_rounding_at_random_tells_nothing_of_the_fraction():
+    """Line 3 of the proof: a discrete Gaussian of 2 has the same total around every
+    number, within 2^-111.
+    """
+    with localcontext(prec=50):
+        totals = []
+        for eighths in range(9):
+            y = Decimal(eighths) / 8
+            weights = [(-((k - y) ** 2) / 8).exp() for k in range(-40, 42)]
+            totals.append(sum(weights))
+        spread = max(totals) / min(totals) - 1
+        assert 0 < spread < Decimal(2) ** -111
+
+
 SIGMAS = [LEAST_SIGMA, 1e-3, 0.3, 1.0, 7.7, MOST_SIGMA]
 
 

@@ -242,6 +242,35 @@ def test_a_cotangent_that_a_factor_makes_too_large_adds_no_nan(limit, inputs):
     assert 0 < length(result.grads) <= result.sensitivity
 
 
+def sum_of_products(w, x, c):
+    return jnp.sum((x @ w) * c)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "plain"])
+@pytest.mark.parametrize("mean", [False, True])
+def test_squares_below_the_range_are_clipped(monkeypatch, mean, platform):
+    """The square of an input, 1e-44, is 0 in float32, but the gradient is not."""
+    monkeypatch.setenv("OPTAXCLIP_PLATFORM", platform)
+    x = np.full((1, 4, 40), 1e-22, np.float32)
+    c = np.full((1, 4, 40), 1e17, np.float32)
+    grad = clipped_grad(sum_of_products, 1e-5, mean=mean, method="ghost")
+    found = jax.jit(grad)(jnp.zeros((40, 40)), x, c).grads
+    assert 0.9e-5 < length(found) <= 1e-5 * MOST
+
+
+@pytest.mark.parametrize("times", [1, 4])
+def test_an_input_beyond_2e31_counts_as_broken(times):
+    # One input, so that no sum of the loss is inf.
+    x = np.zeros((2, times, 40), np.float32)
+    x[:, 0, 0] = 1e31, 3e31
+    c = np.full((2, times, 40), 1e-20, np.float32)
+    grad = clipped_grad(sum_of_products, 1.0, mean=False, method="ghost")
+    result = jax.jit(grad)(jnp.zeros((40, 40)), x, c)
+    assert np.isfinite(result.norms).tolist() == [True, False]
+    assert result.nonfinite == 1
+    assert 0.9 < length(result.grads) <= MOST
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("shape", [(1, 24, 40), (4, 40, 40)])
 @pytest.mark.parametrize("limit", [1.0, 1e-5])
