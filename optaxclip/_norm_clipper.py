@@ -98,8 +98,7 @@ class Settings(NamedTuple):
     only_measures: bool  # the limit is None. `update` may still be given one
     rules_treedef: Any  # of the rules. Their numbers are arguments of `_update`
     needs_params: bool  # whether a rule needs the norms of the weights
-    # Whether a limit of inf lets broken norms pass, see `Rule`. In a tree of limits all
-    # rules must do so.
+    # Whether all rules have `inf_is_off`: then a limit of inf lets broken norms pass.
     inf_is_off: bool
     # Whether a rule has a schedule. A function that we jit keeps a schedule alive in
     # its cache, and all that the schedule closes over. So inside the user's jit we call
@@ -144,7 +143,7 @@ def make_clipper(
     rule_numbers, treedef = jax.tree.flatten(rules)
     # `is_function`, not `callable`: an equinox module that holds limits is callable,
     # but is a tree of limits and no schedule.
-    rule_fields = jax.tree.leaves(rules, is_leaf=is_function)
+    numbers_and_schedules = jax.tree.leaves(rules, is_leaf=is_function)
     settings = Settings(
         call=call,
         limit_in_errors=limit_in_errors,
@@ -156,7 +155,7 @@ def make_clipper(
         rules_treedef=treedef,
         needs_params=any(rule.needs_params for rule in rule_list),
         inf_is_off=all(rule.inf_is_off for rule in rule_list),
-        has_schedule=any(is_function(field) for field in rule_fields),
+        has_schedule=any(is_function(number) for number in numbers_and_schedules),
     )
 
     def init(params: PyTree) -> ClipState:
@@ -240,15 +239,15 @@ def _measure_for_init(measure: Any) -> Measure:
     """
     # Norms of the user's and the spectral norm have no mesh_axes.
     mesh_axes = getattr(measure, "mesh_axes", None)
-    # "auto" names no mesh axis where none is bound. The first update then has the same
-    # measure, and finds the trace of `measured`.
+    # None and "auto" name no mesh axis, so the measure stays as it is. The first update
+    # then finds the trace of `measured` that `init` made.
     if mesh_axes in (None, "auto") or mesh_types.manual_axes():
         return measure
-    not_split = None
-    # The tree is still compared with the parameters, by its structure.
-    if isinstance(mesh_axes, Prefix):
-        not_split = Prefix(tuple((path, None) for path, _ in mesh_axes.entries))
-    return measure._replace(mesh_axes=not_split)
+    if not isinstance(mesh_axes, Prefix):
+        return measure._replace(mesh_axes=None)
+    # None for each part of the tree. Its structure must still fit the parameters.
+    entries = tuple((path, None) for path, _ in mesh_axes.entries)
+    return measure._replace(mesh_axes=Prefix(entries))
 
 
 def _update(
@@ -277,6 +276,7 @@ def _update(
     # `_decide` is jitted. It needs no rules, and must not keep their schedules alive.
     settings_of_decide = settings._replace(inf_is_off=inf_is_off, rules_treedef=None)
     decide = partial(_decide, settings_of_decide, eps)
+    # By leaf with units. All other leaves share a memory, with None for a name.
     memories: Memories = dict(zip((None, *state.names.unit_leaves), state.memory))
     outcomes: list[tuple[Block, Outcome]] = []
     roots: dict[str, Array] = {}
@@ -457,10 +457,10 @@ def _numbers_for_norms(
         # shapes of its arrays, and refuse to hold norms.
         numbers = tree.values
     else:
-        # In the structure in which the norm functions return norms. Lists of shapes are
-        # compared, not trees of shapes: a pytree class of the user's may have no `==`.
-        local_norms = jax.eval_shape(norms.local_values)
-        wanted_shapes = [norm.shape for norm in local_norms]
+        # The user gives them in the structure that the norm functions return. Shapes
+        # are compared as lists: a pytree class of the user's may have no `==`.
+        norm_types = jax.eval_shape(norms.local_values)
+        wanted_shapes = [norm_type.shape for norm_type in norm_types]
         shapes = [jnp.shape(number) for number in jax.tree.leaves(tree)]
         if jax.tree.structure(tree) != norms.treedef or shapes != wanted_shapes:
             raise ValueError(

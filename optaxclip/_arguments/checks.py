@@ -247,9 +247,9 @@ def check_shape(
 
 # ------------------------------------------------------------------------ functions
 
-# Names of first parameters that show that a function does not take the step.
-NAMES_OF_NO_STEP = {"grad", "gradient", "grads", "gradients", "norm", "norms"}
-NAMES_OF_NO_STEP |= {"params", "tree", "updates"}
+# A function whose first parameter has such a name does not take the step.
+NAMES_OF_TREES = {"grad", "gradient", "grads", "gradients", "params", "tree", "updates"}
+NAMES_OF_NORMS = {"norm", "norms"}
 
 
 def check_schedule(argument: str, function: Callable[..., Any]) -> None:
@@ -265,7 +265,7 @@ def check_schedule(argument: str, function: Callable[..., Any]) -> None:
         return
     first = next(iter(signature.parameters))
     # `lambda grads: 0.1 * global_norm(grads)` would be called with the step.
-    if first in NAMES_OF_NO_STEP:
+    if first in NAMES_OF_TREES | NAMES_OF_NORMS:
         name = function_name(function)
         raise TypeError(
             f"{argument}: a schedule takes the step, and not {first}, got "

@@ -86,7 +86,7 @@ def with_argument_errors(
             raise TypeError(f"{call}: {text}") from None
         result = function(*args, **kwargs)
         if isinstance(result, optax.GradientTransformationExtraArgs):
-            # Python's errors about missing arguments have these names.
+            # Python shows these names in its errors about missing arguments.
             for name, method in result._asdict().items():
                 if "<locals>" in getattr(method, "__qualname__", ""):
                     method.__qualname__ = f"{call}.{name}"

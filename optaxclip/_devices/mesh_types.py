@@ -8,7 +8,7 @@ they belong to:
     varying_over         differs between devices along these mesh axes
     varying_as           differs where a type says so
     varying_as_any_of    differs where some array of another tree does
-    narrowed_as          is the same where another array is
+    narrowed_as          is the same on all devices where another array is
     resharded            is split over an Explicit mesh as a spec says
     resharded_as         is split as a type says
     typed_as             differs and is split as a type says
@@ -73,8 +73,8 @@ def varying_as_any_of(values: PyTree, like: PyTree) -> Any:
     """The arrays of a tree, typed as differing between devices along all mesh axes over
     which some array of another tree, `like`, does.
 
-    In shard_map the gradient by such parameters stays separate on each device. By
-    others it comes summed over devices (`per_example`).
+    In shard_map the gradient by a parameter that differs stays separate on each device.
+    JAX sums the gradient by any other parameter over devices (see `per_example`).
     """
     # Outside shard_map the leaves of `like` need not be arrays.
     if not manual_axes():

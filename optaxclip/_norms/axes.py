@@ -68,9 +68,9 @@ class _StackedValue(NamedTuple):
     """The value of `stacked` for a leaf."""
 
     value: Any
-    # The key path of the value, or the text of what a function returned. Leaves of one
-    # stack have the same.
-    stack: KeyPath | str
+    # The same for all leaves of one stack: the key path of the value, or the text of
+    # what a function returned.
+    stack_key: KeyPath | str
 
 
 def stacked_axes(
@@ -99,14 +99,14 @@ def stacked_axes(
     first_leaf_of_stack: dict[KeyPath | str, tuple[str, str]] = {}
     axes_of_leaves = []
     stacked_values = _stacked_values(stacked, tree, f"{call}: stacked")
-    for (path, leaf), (value, stack), shape in zip(entries, stacked_values, shapes):
+    for (path, leaf), (value, stack_key), shape in zip(entries, stacked_values, shapes):
         axes = _layer_axes(value, path_name(path), jnp.shape(leaf), call)
         axes_of_leaves.append(axes)
         if not axes or shape is None:
             continue
         sizes = " x ".join(str(shape[axis]) for axis in axes)
         first_name, first_sizes = first_leaf_of_stack.setdefault(
-            stack, (path_name(path), sizes)
+            stack_key, (path_name(path), sizes)
         )
         if sizes != first_sizes:
             raise ValueError(
@@ -205,23 +205,27 @@ def unit_axes(
             continue
         part = "a layer of the leaf" if layer_axes else "the leaf"
         if value is not None:
-            axes_in_layer = axes_within(
+            summed_in_layer = axes_within(
                 value, argument, path_name(path), rank, part=part
             )
         else:
             if shape is not None:
                 shape = tuple(shape[i] for i in axes_of_layer)
-            axes_in_layer = _axes_by_shape(
+            summed_in_layer = _axes_by_shape(
                 shape, argument, f"{part} {path_name(path)!r}", rank
             )
-        summed_axes_of_leaves.append(tuple(axes_of_layer[i] for i in axes_in_layer))
+        # From positions among the axes of a layer to axes of the leaf.
+        summed_axes = tuple(axes_of_layer[i] for i in summed_in_layer)
+        summed_axes_of_leaves.append(summed_axes)
     return summed_axes_of_leaves
 
 
 def _axes_by_shape(
     shape: Shape | None, argument: str, subject: str, rank: int
 ) -> tuple[int, ...]:
-    """All axes of a leaf that squeezes to a vector, else those that feed one output."""
+    """The axes that a unit norm sums where `axis` is None: all of a vector, else those
+    that feed one output.
+    """
     # Axes of size 1 do not count: [1, 1, n] is a vector, as in optax. A symbol of
     # `jax.export` counts as a size above 1.
     if shape is not None:

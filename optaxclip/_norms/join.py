@@ -1,4 +1,4 @@
-"""Terms of leaves as norms: joined over leaves, and over devices.
+"""Joins the terms of each norm, over its leaves and over devices.
 
 A term is what a leaf adds to its norm: an array, or three sums of squares. Terms are
 added, or the largest is taken. A norm of several leaves is a scalar, since leaves that
@@ -130,9 +130,9 @@ def as_table(terms: list[Term], operation: Operation) -> Term:
 
 
 def _mesh_axes_of_norms(plan: NormPlan) -> list[AxisNames]:
-    """The mesh axes over which each norm is joined. They are the same for all norms of
-    split leaves, which share one collective. Only units that devices split have mesh
-    axes of their own.
+    """The mesh axes over which each norm is joined. Norms of split leaves share one
+    collective, over the mesh axes of all of them. Units that devices split are joined
+    separately, over the mesh axes that split their summed axes.
     """
     shared: set[str] = set()
     for spec in plan.specs:
@@ -154,9 +154,9 @@ def _mesh_axes_of_norms(plan: NormPlan) -> list[AxisNames]:
 def _counted_once(
     spec: LeafSpec, term: Term, mesh_axes: AxisNames, operation: Operation
 ) -> Term:
-    """The term of a leaf on this device, as a collective over these mesh axes needs it.
-    Layers of other devices are filled with zeros. A term that several devices have is
-    divided by their number.
+    """The term that this device gives to a collective over these mesh axes, so that the
+    leaf counts once. Layers of other devices are zeros. A term that several devices
+    have is divided by their number.
     """
     if not mesh_axes:
         return term

@@ -200,8 +200,8 @@ class UserNorm(NamedTuple):
     call: str = "clip_by"
 
     def __call__(self, tree: PyTree) -> Norms:
-        # A norm may be a Python number, or an integer array, whose dtype would round a
-        # limit of 1.5 to 1.
+        # A norm may be a Python number or an integer array. Limits take the dtype of
+        # the norm, and as an integer a limit of 1.5 would be 1.
         norms = jax.tree.map(as_float, self.norm(tree))
         return given_norms(norms, tree, f"{self.call}: what norm returns")
 

@@ -79,9 +79,8 @@ def _norms_by_powers(plan: NormPlan, arrays: list[Array], order: float) -> list[
     for largest in _norms_of_order_inf(plan, arrays):
         ones = jnp.ones_like(largest)
         if order < 0.25:
-            # No division, so only the shape of `largest` is used: such powers of all
-            # numbers are in the range. A division would lose small elements, since
-            # 1e-40 becomes 0 and its power 1e-40^0.15 = 1e-6 counts.
+            # Not divided: powers of all numbers are in the range. A division would make
+            # 0 of small elements such as 1e-40, whose power 1e-40^0.15 = 1e-6 counts.
             divisors.append(ones)
         else:
             # 0, NaN and inf do not divide. They come out of the sum as they are.

@@ -18,18 +18,14 @@ from .sums import Axes
 class LeafSpec(NamedTuple):
     """How one leaf enters its norm. Static.
 
-    Some axes of a leaf are summed, and the others are kept. Inside shard_map and pmap
-    mesh axes may split both:
+    Some axes of a leaf are summed, and the others are kept. Kept axes are either units
+    or layers. Inside shard_map and pmap mesh axes may split either kind:
 
-        mesh_axes_of_summed    those that split summed axes. Sums are joined over them
-        mesh_axes_of_kept      those that split kept axes
-
-    Kept axes are either units or layers:
-
-        mesh_axes_of_units     `mesh_axes_of_kept` of units. Each device has the norms
-                               of its units
-        mesh_axes_of_layers    `mesh_axes_of_kept` of layers. Each device has the norms
-                               of all layers, so norms are joined over these too
+        mesh_axes_of_summed    split summed axes. Sums are joined over them
+        mesh_axes_of_units     split units. Each device has the norms of its units
+        mesh_axes_of_layers    split layers. Each device has the norms of all layers, so
+                               norms are joined over these too
+        mesh_axes_of_kept      split units or layers, with an entry for each axis
     """
 
     norm_index: Any  # an int, the index of its norm. None: the leaf is left alone

@@ -85,7 +85,7 @@ def blocks_of(
     blocks_of_units = []
     # Inside shard_map some norms differ between devices, and others are the same on
     # all. A vector has one type, so they are separate blocks.
-    names_by_axes: dict[Any, list[str]] = {}
+    names_by_mesh_axes: dict[Any, list[str]] = {}
     for name, span in span_of_name.items():
         if name in mesh_axes_of_leaf:
             block = Block(
@@ -99,15 +99,15 @@ def blocks_of(
             blocks_of_units.append(block)
         elif name in norm_of_name:
             mesh_axes = mesh_types.varying(norm_of_name[name])
-            names_by_axes.setdefault(mesh_axes, []).append(name)
+            names_by_mesh_axes.setdefault(mesh_axes, []).append(name)
     is_vector = not state.names.is_global
     blocks = []
-    for members in names_by_axes.values():
-        norms_of_block = [norm_of_name[name] for name in members]
-        positions = [np.arange(*span_of_name[name]) for name in members]
+    for names_of_block in names_by_mesh_axes.values():
+        norms_of_block = [norm_of_name[name] for name in names_of_block]
+        positions = [np.arange(*span_of_name[name]) for name in names_of_block]
         block = Block(
             norm=concatenated(norms_of_block) if is_vector else norms_of_block[0],
-            norm_of_name=dict(zip(members, norms_of_block)),
+            norm_of_name=dict(zip(names_of_block, norms_of_block)),
             positions=np.concatenate(positions),
             is_vector=is_vector,
         )
@@ -135,8 +135,9 @@ def _check_norms(
     unit_leaves: Collection[str],
     call: str,
 ) -> None:
-    """Refuses norms that the state does not have, and another number of norms of a leaf
-    than it has. The state may have more names: a step may lack some leaves.
+    """Raises ValueError for a norm that the state does not have, for units where the
+    state has none or the reverse, and for another number of layers. A step may lack
+    leaves of the state.
     """
     names = state.names
     unit_leaves_of_state = set(names.unit_leaves).intersection(norm_of_name)
@@ -155,6 +156,16 @@ def _check_norms(
                 f"{call}: state was made for {size} norms in {name!r}, but the updates "
                 f"have {norm.size}. {BEGIN_ANEW}"
             )
+
+
+def _listed_norms(names: Collection[str], unit_leaves: Collection[str]) -> str:
+    """The names of norms for an error. The only norm of everything has the name ""."""
+    if set(names) == {""}:
+        return "everything"
+    listed_names = trees.listed(names) or "nothing"
+    if not unit_leaves:
+        return listed_names
+    return f"{listed_names} (with units in {trees.listed(unit_leaves)})"
 
 
 def take(row: Array, positions: np.ndarray) -> Array:
@@ -215,8 +226,8 @@ def rules_of_norms(rules: PyTree, norms: Norms, argument: str) -> list[Rule]:
 
 
 def rule_of_vector(rule: Rule, norms: Sequence[Array]) -> Rule:
-    """The rule for a vector of norms: its arrays, which have one number for each layer,
-    repeated for each leaf and joined.
+    """The rule for a vector of norms. An array in a rule has one number for each layer.
+    In the new rule it is repeated for each leaf.
     """
     # Not `dataclasses.replace`, which would check all fields again.
     new_rule = copy(rule)
@@ -247,13 +258,3 @@ def _array_limits(rule: Rule) -> dict[str, Array]:
         if getattr(value, "shape", ()) and "check" in field.metadata:
             arrays[field.name] = value
     return arrays
-
-
-def _listed_norms(names: Collection[str], unit_leaves: Collection[str]) -> str:
-    """The names of norms for an error. The only norm of everything has the name ""."""
-    if set(names) == {""}:
-        return "everything"
-    listed_names = trees.listed(names) or "nothing"
-    if not unit_leaves:
-        return listed_names
-    return f"{listed_names} (with units in {trees.listed(unit_leaves)})"

@@ -53,15 +53,16 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     if not zero_per_entry:
         zero_per_entry = [jnp.zeros((), jnp.float32)]
     if names.is_global:
-        zeros = zero_per_entry[0]
+        row_of_zeros = zero_per_entry[0]
     else:
-        zeros = blocks.concatenated(zero_per_entry)
-    return state_of_rows(names, _first_rows(zeros), tuple(memories), zeros.dtype)
+        row_of_zeros = blocks.concatenated(zero_per_entry)
+    rows = _first_rows(row_of_zeros)
+    return state_of_rows(names, rows, tuple(memories), row_of_zeros.dtype)
 
 
 def _zero_of_units(zeros: Array, spec: LeafSpec) -> Array:
-    """The entry of a leaf with units in a row of zeros. `zeros` are those of its
-    units.
+    """The one zero by which a row of zeros shows a leaf with units, from a zero for
+    each of its units.
     """
     # Units differ between the devices that these mesh axes split them over. The state
     # keeps one unit of all, so its entry does not vary over these axes.

@@ -76,6 +76,7 @@ def next_state(
     decide: Decide,
 ) -> ClipState:
     """The state after a step, from what became of each block and the new memories."""
+    # The whole row, of which `state.step` is one number.
     step = count_up(state.counts[STEP])
     outcome = _outcome_of_state(state, outcomes, decide)
     rows = StateRows(
@@ -127,24 +128,24 @@ def _outcome_of_state(
     the step keeps its norm, limit and factor, and was not clipped.
     """
     new_outcomes = []
-    # Where the entries of the new outcomes are in a row of the state. One outcome may
-    # be of several leaves, so only both lists joined have the same length.
+    # The positions of all their entries in a row of the state. One outcome may be of
+    # several leaves, each of which adds its positions.
     positions = []
     # Leaves whose units have one shape and are split over the same mesh axes are
     # reduced together.
-    leaves_of_type: dict[Any, list[tuple[Block, Outcome]]] = {}
+    outcomes_of_type: dict[Any, list[tuple[Block, Outcome]]] = {}
     for block, outcome in outcomes:
         if block.leaf_of_units is None:
             new_outcomes.append(outcome)
             positions.append(block.positions)
         else:
             units_type = jax.typeof(outcome.norm), block.mesh_axes_of_units
-            leaves_of_type.setdefault(units_type, []).append((block, outcome))
-    for (_, mesh_axes_of_units), leaves in leaves_of_type.items():
-        norms = jnp.stack([outcome.norm for _, outcome in leaves])
-        limits = jnp.stack([outcome.limit for _, outcome in leaves])
+            outcomes_of_type.setdefault(units_type, []).append((block, outcome))
+    for (_, mesh_axes_of_units), unit_outcomes in outcomes_of_type.items():
+        norms = jnp.stack([outcome.norm for _, outcome in unit_outcomes])
+        limits = jnp.stack([outcome.limit for _, outcome in unit_outcomes])
         new_outcomes.append(furthest_units(norms, limits, mesh_axes_of_units, decide))
-        positions += [block.positions for block, _ in leaves]
+        positions += [block.positions for block, _ in unit_outcomes]
     zeros = jnp.zeros_like(state.norm)
     unchanged = Outcome(
         norm=state.norm,
@@ -205,8 +206,8 @@ def furthest_units(
         norm=norms,
         limit=limits,
         factor=outcome.factor,
-        # An integer: a float32 that counts one unit after the other stops at 2^24. The
-        # count as a float is only rounded.
+        # An integer, since a float32 that is raised by 1 for each unit stops at 2^24.
+        # The finished count may become a float.
         clipped_count=outcome.clipped.astype(jnp.int32),
     )
     # JAX has no derivative of a reduction of several arrays.

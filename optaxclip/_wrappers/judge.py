@@ -143,8 +143,8 @@ class Judge(NamedTuple):
         like: PyTree,
         is_loss: bool = False,
     ) -> ComparedNumber:
-        """Holds a norm or a loss against the limit of its rule. `like` is that of
-        `varying_if_trained_alone`.
+        """Holds a norm or a loss against the limit of its rule. Where devices train
+        alone, the number may differ over the mesh axes over which `like` does.
         """
         # A user's number may have another dtype than the state.
         value = jnp.array(number, state.norm.dtype)

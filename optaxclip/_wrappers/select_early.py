@@ -72,8 +72,8 @@ def update_unless(
             # Selected when it was computed.
             new_leaf = values[output]
         else:
-            # An update, or an argument that is returned as it is. Or a variable that is
-            # several leaves of the new state: it was selected for the last of these.
+            # An update, or an argument that is returned as it is. Or one variable that
+            # is several leaves of the new state: it was selected for another of them.
             new_leaf = _select(skip, old_leaf, values[output])
         new_leaves.append(new_leaf)
     return jax.tree.unflatten(jax.tree.structure(output_shapes), new_leaves)

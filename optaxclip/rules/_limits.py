@@ -230,8 +230,8 @@ class Joined(Rule):
         self, norm: Array, memories: PyTree, step: Array, *extra_norms: Array
     ) -> tuple[list[Array], tuple[Any, ...]]:
         """The limits of all rules, and their new memories."""
-        # The caller's `extra_norms_of` gave the norms that at least one rule needs: of
-        # the weights first, the total last.
+        # The norms that at least one of the rules needs: that of the weights comes
+        # first, and the total norm last.
         params_norm = extra_norms[0] if self.needs_params else None
         total_norm = extra_norms[-1] if self.needs_total else None
         limits = []
@@ -257,8 +257,8 @@ class Joined(Rule):
             if not jax.tree.leaves(memory):
                 new_memories.append(memory)
                 continue
-            # Where the limit is NaN, the memory stays. `limit_and_memory_of` sees the
-            # joined limit only, in which WarmUp may hide it.
+            # Where the limit is NaN, the memory stays. `limit_and_memory_of` checks the
+            # joined limit, which in WarmUp may be that of the other rule.
             new_memories.append(new_where(limit == limit, new_memory, memory))
         return limits, tuple(new_memories)
 

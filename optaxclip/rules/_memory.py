@@ -85,8 +85,9 @@ def remembered(remember: str, norm: Array, limit: Array) -> Array:
 
 
 def new_unless_zero(remember: str, value: Array, new: PyTree, old: PyTree) -> Any:
-    """The new memory, or the old one where the remembered value is 0. Then the limit
-    was 0, and a limit that is a multiple of remembered values could never leave 0.
+    """The new memory, or the old one where the remembered value is 0. It is 0 under a
+    limit of 0. If it were remembered, limits that are multiples of remembered values
+    could never leave 0.
     """
     # A raw value is the norm. `limit_and_memory_of` keeps the old memory if it is 0.
     if remember == "raw":

@@ -377,8 +377,8 @@ def checked_update(
     limit, new_memory = result
     checks.check_real(f"{argument}: what a schedule or a rule returns", limit)
     # JAX would not notice a wrong memory. One number for each norm would broadcast to
-    # the window of each norm. A memory would be lost if `init` made none. () and None
-    # are both no memory.
+    # a window for each norm. A memory that `init` did not make would be lost. () and
+    # None are both no memory.
     has_memory = bool(jax.tree.leaves((memory, new_memory)))
     if has_memory and _shapes(new_memory) != _shapes(memory):
         raise TypeError(
