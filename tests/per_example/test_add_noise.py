@@ -427,6 +427,13 @@ def test_sigma_is_longer_by_what_rounding_to_the_grid_adds(dtype, parts):
     assert wanted / multiplier > 1.03
 
 
+def test_noise_takes_the_memory_of_one_leaf():
+    """`jax.random.normal` takes that of three."""
+    leaf = jax.ShapeDtypeStruct((10**6,), np.float32)
+    program = jax.jit(lambda leaf: add(leaf, SIGMA)).lower(leaf).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 1.01 * 4e6
+
+
 @pytest.mark.parametrize("devices", [(1, 1), (4, 2)])
 def test_all_devices_numbers_count_in_shard_map(devices):
     mesh = jax.make_mesh(devices, ("x", "y"), axis_types=(AxisType.Auto,) * 2)
