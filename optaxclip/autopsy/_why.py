@@ -12,6 +12,7 @@ An example or a tensor is far if it stands out from the others.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median_low
@@ -58,7 +59,7 @@ class Verdict(NamedTuple):
       cause: "chip", "dtype", "data", "layer", "model", or "none" for a step that was
         within its limit.
       examples: the indices in the batch of the examples that stand out, the furthest
-        first.
+        first. If the step is within its limit without some of them, only these.
       tensors: the names of the weights that are not finite. If all weights are finite,
         the names of the tensors whose gradients stand out, or the name of the tensor
         whose gradient grew most. Empty without Adam's moments, unless a weight or a
@@ -97,8 +98,11 @@ class Examples(NamedTuple):
     """Replays of each example alone, and of the batch without the far ones."""
 
     median: float  # NaN where no example has a gradient
-    far: list[int]  # indices in the batch, the furthest first
+    # Indices in the batch, the furthest first: as few as bring the value within the
+    # limit, or all far ones.
+    far: list[int]
     value_without_far: float
+    limit: float  # that of the recording, or one from the median
 
 
 class Tensors(NamedTuple):
@@ -195,7 +199,7 @@ def why(
     recording = _recording(step.metrics)
     replay = _replay_of(loss, recording.quantity)
     wide_replay = _replay_of(wide or loss, recording.quantity)
-    evidence = _evidence(step, replay, wide_replay, int(microbatch))
+    evidence = _evidence(step, replay, wide_replay, int(microbatch), recording.limit)
     return _verdict(recording, evidence)
 
 
@@ -279,7 +283,7 @@ def _replay_of(loss: Loss, quantity: str) -> Replay:
 
 
 def _evidence(
-    step: Step, replay: Replay, wide_replay: Replay, microbatch: int
+    step: Step, replay: Replay, wide_replay: Replay, microbatch: int, limit: float
 ) -> Evidence:
     """Replays the step three times as it was, and then in float32: whole, and by its
     examples.
@@ -293,7 +297,7 @@ def _evidence(
     with jax.default_matmul_precision("highest"):
         value, grads = wide_replay(params, batch)
         wide_value = float(value)
-        examples = _examples(wide_replay, params, batch, microbatch, wide_value)
+        examples = _examples(wide_replay, params, batch, microbatch, wide_value, limit)
 
     not_told = []
     # The text of a program has the dtype of each variable: f16[8] or bf16[8].
@@ -349,6 +353,7 @@ def _examples(
     batch: PyTree,
     microbatch: int,
     value_of_batch: float,
+    limit: float,
 ) -> Examples:
     """Replays each microbatch alone, and the batch without far examples. A microbatch
     has `microbatch` examples, and the last one may have fewer.
@@ -380,11 +385,28 @@ def _examples(
     median = median_low(nonzero_values) if nonzero_values.size else math.nan
     # A loss may be negative.
     is_far = values > FAR_EXAMPLE * abs(median)
+    if limit == math.inf and not math.isnan(median):
+        limit = LIMIT_IN_MEDIANS * abs(median)
+    # Examples of one microbatch have one value, and go together.
+    far_values = np.unique(values[is_far])[::-1]
+
+    def value_without(far_count: int) -> float:
+        if far_count == 0:
+            return value_of_batch
+        return value_of(values < far_values[far_count - 1])
+
+    def is_within_without(far_count: int) -> bool:
+        return _is_within(value_without(far_count), limit)
+
+    # The fewest of the furthest without which the step is within its limit.
+    far_count = bisect_left(range(len(far_values)), True, key=is_within_without)
+    is_left_out = np.isin(values, far_values[:far_count])
     furthest_first = np.argsort(-values, kind="stable")
     return Examples(
         median=float(median),
-        far=[int(index) for index in furthest_first if is_far[index]],
-        value_without_far=value_of(~is_far) if is_far.any() else value_of_batch,
+        far=[int(index) for index in furthest_first if is_left_out[index]],
+        value_without_far=value_without(far_count),
+        limit=limit,
     )
 
 
@@ -437,8 +459,7 @@ def _verdict(recording: Recording, evidence: Evidence) -> Verdict:
             "clip/norm_before or record/norm"
         )
     not_told += evidence.not_told
-    if recording.limit == math.inf and not math.isnan(examples.median):
-        recording = recording._replace(limit=LIMIT_IN_MEDIANS * abs(examples.median))
+    recording = recording._replace(limit=examples.limit)
     cause = _cause(recording, evidence)
     if cause == "none" and recording.limit == math.inf:
         not_told.append(
@@ -455,7 +476,7 @@ def _verdict(recording: Recording, evidence: Evidence) -> Verdict:
             f"highest {quantity} of three replays": max(evidence.repeats),
             "limit": recording.limit,
             f"{quantity} in float32": evidence.in_float32,
-            f"median {quantity} of examples": examples.median,
+            f"median nonzero {quantity} of examples": examples.median,
             f"{quantity} without far examples": examples.value_without_far,
             "norm without far tensors": tensors.norm_without_far,
         },

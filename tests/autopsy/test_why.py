@@ -110,7 +110,7 @@ def test_a_step_within_its_limits_has_no_cause(saved):
     assert verdict.numbers["limit"] == pytest.approx(LIMIT, rel=1e-6)
     of_each = [g.reshape(EXAMPLES, -1) for g in gradients(PARAMS, INPUTS, TARGETS)]
     norms = np.sort(np.linalg.norm(np.concatenate(of_each, axis=1), axis=1))
-    usual = verdict.numbers["median norm of examples"]
+    usual = verdict.numbers["median nonzero norm of examples"]
     assert usual == pytest.approx(norms[EXAMPLES // 2 - 1], rel=1e-5)
 
 
@@ -238,6 +238,15 @@ def test_examples_stand_in_the_order_of_their_norms(saved):
     assert why(loss, saved(PARAMS, (x, y))).examples == [8, 3]
 
 
+def test_examples_that_the_limit_allows_are_not_named(saved):
+    """In a trained network most examples have tiny norms, and others stand out."""
+    x, y = outlier(np.nan, (5,))
+    outputs = np.tanh(x @ PARAMS["first"]) @ PARAMS["last"]
+    y[6:] = outputs[6:] + 0.01
+    verdict = why(loss, saved(PARAMS, (x, y)))
+    assert (verdict.cause, verdict.examples) == ("data", [5])
+
+
 def test_parts_of_a_batch_are_named_together(saved):
     path = saved(PARAMS, outlier())
     assert why(loss, path, microbatch=4).examples == [4, 5, 6, 7]
@@ -312,7 +321,7 @@ def test_a_step_without_a_limit_is_held_against_its_examples(saved):
     optimizer = optaxclip.skip_nonfinite(ADAM)
     verdict = why(loss, saved(PARAMS, outlier(np.inf), None, optimizer))
     assert (verdict.cause, verdict.examples) == ("data", [5])
-    usual = verdict.numbers["median norm of examples"]
+    usual = verdict.numbers["median nonzero norm of examples"]
     assert verdict.numbers["limit"] == 10 * usual
 
 
@@ -626,7 +635,7 @@ def test_a_norm_under_a_name_of_your_own_is_not_taken(saved):
     verdict = why(loss, saved(PARAMS, outlier(), None, optimizer))
     assert (verdict.cause, verdict.examples) == ("data", [5])
     assert verdict.not_told == [WITHOUT_NORM]
-    usual = verdict.numbers["median norm of examples"]
+    usual = verdict.numbers["median nonzero norm of examples"]
     assert verdict.numbers["limit"] == 10 * usual
 
 
@@ -656,7 +665,7 @@ def test_the_limit_of_a_clipper_behind_a_recorder_is_not_taken(saved):
     clip = optaxclip.clip_by_global_norm(LIMIT)
     optimizer = optax.chain(optaxclip.record_spikes(), clip, ADAM)
     verdict = why(loss, saved(PARAMS, outlier(), None, optimizer))
-    usual = verdict.numbers["median norm of examples"]
+    usual = verdict.numbers["median nonzero norm of examples"]
     assert verdict.numbers["limit"] == 10 * usual
 
 
