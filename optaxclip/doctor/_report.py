@@ -190,6 +190,10 @@ def report_of(log: Log, loss_name: str | None) -> Report:
         *_first_of_each_cause(judgement.findings_of_setup),
     ]
     findings = [_with_advice(finding, run, log) for finding in findings]
+    notes = judgement.notes
+    # Nothing that follows from a rate is right.
+    if any(finding.cause == LEARNING_RATE for finding in findings):
+        notes = []
     rates = chain(*run.inputs_of_need[signals.RATE])
     return Report(
         findings=findings,
@@ -198,7 +202,7 @@ def report_of(log: Log, loss_name: str | None) -> Report:
             for column in [*run.looked_at, *rates]
         ],
         not_judged=judgement.not_judged,
-        notes=[*judgement.notes, *notes_of(log, run, findings)],
+        notes=[*notes, *notes_of(log, run, findings)],
         unit=log.unit,
     )
 

@@ -617,6 +617,15 @@ def test_a_norm_that_grows_late_is_steady_growth_even_if_it_becomes_nan(last):
     assert [other.cause for other in others] == (["not finite"] if last else [])
 
 
+def test_no_note_says_that_all_may_be_right_beside_a_high_rate():
+    """The loss blows up, and comes back to its start: nothing was learnt."""
+    losses = [1.6, *np.geomspace(140.0, 1.6, 25), *1.6 * noisy(174)]
+    norms = [1.0, *np.geomspace(30.0, 0.3, 25), *0.3 * noisy(174)]
+    report = examine(rows_of(loss=losses, grad_norm=changed(norms, {90: 9.0})))
+    assert [finding.cause for finding in report.findings] == ["learning rate"]
+    assert not any("may be right" in note for note in report.notes)
+
+
 def test_a_cause_that_two_rules_see_is_named_once():
     """Over the whole log as in its last rows this norm grows."""
     norms = np.exp(np.linspace(0, 3, 200) ** 2)
