@@ -191,7 +191,8 @@ def report_of(log: Log, loss_name: str | None) -> Report:
     ]
     findings = [_with_advice(finding, run, log) for finding in findings]
     notes = judgement.notes
-    # Nothing that follows from a rate is right.
+    # These notes say that what they name may be right. What follows from a rate that is
+    # too high is not.
     if any(finding.cause == LEARNING_RATE for finding in findings):
         notes = []
     rates = chain(*run.inputs_of_need[signals.RATE])
@@ -208,11 +209,18 @@ def report_of(log: Log, loss_name: str | None) -> Report:
 
 
 def _first_of_each_cause(findings: list[Finding]) -> list[Finding]:
-    """The earliest finding of each name. The table has several rows for some causes."""
-    by_name: dict[str, Finding] = {}
+    """The earliest finding of each name. The table has several rows for some causes.
+
+    A growth and a fall of scale are both kept: each has a step of its own, at which
+    something else may have changed.
+    """
+    names: set[str] = set()
+    first_findings: list[Finding] = []
     for finding in sorted(findings, key=lambda finding: finding.step):
-        by_name.setdefault(finding.cause, finding)
-    return [*by_name.values()]
+        if finding.cause not in names or finding.cause == CHANGE_OF_SCALE:
+            first_findings.append(finding)
+        names.add(finding.cause)
+    return first_findings
 
 
 class Judgement(NamedTuple):

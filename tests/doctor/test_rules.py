@@ -633,6 +633,12 @@ def test_a_cause_that_two_rules_see_is_named_once():
     assert causes.count("steady growth") == 1
 
 
+def test_a_growth_and_a_fall_of_scale_are_both_named():
+    factors = np.repeat([1.0, 8.0, 0.5], [50, 150, 100])
+    causes = causes_of(rows_of(grad_norm=factors * noisy(300)))
+    assert causes == [("change of scale", 50), ("change of scale", 200)]
+
+
 def test_a_norm_that_comes_back_before_the_end_is_no_steady_growth():
     norms = np.concatenate([np.ones(200), np.geomspace(1, 60, 50), np.ones(10)])
     assert found(rows_of(grad_norm=norms), "steady growth") is None
