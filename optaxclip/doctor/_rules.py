@@ -96,8 +96,8 @@ def bad_batch(norm: Array) -> Array:
     burst_ends = lowest_level < LEVEL_AFTER_BURST * usual_norm
     # Norms that grow until the log ends, or until they are NaN, are not a bad batch.
     # Nor are norms that leap and stay up for ten rows or more.
-    changes_scale = growth_of_scale(norm) > 0
-    leaps_at_end = log_ends & (_shifted(norm) < low_norm) & ~changes_scale
+    keeps_scale = growth_of_scale(norm) == 0
+    leaps_at_end = log_ends & (_shifted(norm) < low_norm) & keeps_scale
     is_bad = comes_back | burst_ends | leaps_at_end
     return np.where(is_bad, norm / usual_norm, 0.0)
 
