@@ -129,3 +129,19 @@ def test_leaves_that_do_not_count_pass(kind):
     clipped, _ = optaxclip.clip_grads(tree, 100.0)
     assert clipped["w"].dtype == PASSES[kind].dtype
     optaxclip.skip_nonfinite(optax.identity()).init(tree)
+
+
+CLIPPERS = {
+    "clip_by_global_norm": optaxclip.clip_by_global_norm(1.0),
+    "record_norm": optaxclip.record_norm(),
+}
+
+
+@pytest.mark.parametrize("call", CLIPPERS)
+def test_a_clipper_warns_of_integers_alone(call):
+    """Also one that only measures: its norm would be 0."""
+    clipper = CLIPPERS[call]
+    updates = {"a": None, "w": jnp.array([3, 4])}
+    text = f"^{call}: no leaf counts, .* The leaf 'w' is int32: make it float32"
+    with pytest.warns(UserWarning, match=text):
+        clipper.update(updates, clipper.init(updates))
