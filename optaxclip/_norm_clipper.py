@@ -529,12 +529,11 @@ def _roots_by_name(
         return block.by_name(decision.root_of_factor)
     norms = list(block.norm_of_name.values())
     limits = [limit_of_name[name] for name in block.norm_of_name]
-    roots = roots_of_norms(
-        decision.root_of_factor,
-        norms,
-        limits,
-        root_of=lambda norm, limit: decide(norm, limit).root_of_factor,
-    )
+
+    def root_of(norm: Array, limit: Array) -> Array:
+        return decide(norm, limit).root_of_factor
+
+    roots = roots_of_norms(decision.root_of_factor, norms, limits, root_of)
     return dict(zip(block.norm_of_name, roots))
 
 

@@ -23,8 +23,8 @@ from .optimizers import LeafOptimizer, arrays_by_path, changed_type
 from .program import Program, variables
 from .stacks import Entries, layer_of
 
-# What the names of primitives begin with that norms, medians and running sums use. Not
-# all of "reduce_": `reduce_precision` rounds each number by itself.
+# Norms, medians and running sums use primitives whose names begin so. Not all of
+# "reduce_": `reduce_precision` rounds each number by itself.
 REDUCTIONS = (
     "reduce_sum",
     "reduce_prod",

@@ -21,7 +21,8 @@ def epsilon(
     full batch is added to delta (docs/private_training.md).
 
     Args:
-      noise_multiplier: of `add_noise`, at least 0. Of 0 epsilon is inf, and of inf 0.
+      noise_multiplier: of `add_noise`, at least 0. With 0 epsilon is inf, with inf it
+        is 0.
       share: of `draw`: the probability that an example joins a batch, above 0 and at
         most 1.
       steps: how many steps are taken, at least 1.

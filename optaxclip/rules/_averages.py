@@ -446,7 +446,7 @@ class ZScore(Rule):
         new_count = (seen + 1).astype(norm.dtype)
         decay = jnp.where(is_past_warmup, decay, count / new_count)
         new_mean = exponential_average(mean, clipped_norm, decay)
-        # With d = clipped_norm - mean, the norm is decay * d away from the new mean.
+        # With d = clipped_norm - mean, clipped_norm is decay * d from the new mean.
         # The variance of the paper is an average of (decay * d)^2. In the warm-up it is
         # the population variance, by Welford an average of d * (decay * d).
         distance_factor = jnp.where(is_past_warmup, decay, root(decay))
@@ -470,7 +470,7 @@ class LogZScoreMemory(NamedTuple):
 class LogZScore(Rule):
     """limit = exp(mean + z * max(deviation, spread)) - 1, of log(1 + norm).
 
-    Mean and deviation are exponential averages of the clipped norms, corrected for
+    Mean and deviation are exponential averages, of log(1 + clipped norm), corrected for
     their start. In the warm-up nothing is clipped. RNMT+ drops the whole step beyond
     four deviations: `skip_spikes(optimizer, rules.log_z_score())`.
 

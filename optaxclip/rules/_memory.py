@@ -34,8 +34,8 @@ def has_reached(counter: Array, number: ArrayLike) -> Array:
 
 
 def moving_average(old: Array, new: Array, steps: Array, reach: int = 100) -> Array:
-    """The moving average over about the last `reach` steps, from the average before
-    this step and the number of this step. `steps` counts this step too.
+    """The moving average over about the last `reach` steps: `old` is the average before
+    this step, and `new` the value of this step. `steps` counts this step too.
 
     In the first `reach` steps it is the mean of all, so it needs no correction for its
     start.
